@@ -36,7 +36,7 @@ from torch.distributed import ProcessGroup
 from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.comm.waiting import in_thread
 from lightning_diffpipe.errors import CheckpointError
-from lightning_diffpipe.files import beside, replacing, sync_folder
+from lightning_diffpipe.files import replacing, sync_folder, unfinished_path
 
 _REST, _INDEX = "meta.pt", ".metadata"
 _TENSORS, _MODEL = "diffpipe_tensors", "model"
@@ -44,7 +44,7 @@ _REFERENCE = "diffpipe-tensor:"
 
 
 class Divided(dict[Any, Any]):
-    """What this rank has of a part of a checkpoint that is divided over ranks."""
+    """This rank's entries of a part of a checkpoint that is divided over ranks."""
 
 
 def is_sharded(path: str | Path) -> bool:
@@ -86,7 +86,7 @@ def write_shards(
                 for key in where:
                     into = into[key]
                 into.update({key: value for key, value in entries.items() if key not in into})
-    folder, error = beside(path), ""
+    folder, error = unfinished_path(path), ""
     if is_first:  # now, as whoever it belongs to may change it
         try:
             with replacing(folder / _REST) as file:
@@ -205,7 +205,7 @@ def _in_one_line(error: BaseException) -> str:
 
 def _put(folder: Path, path: Path) -> None:
     """Moves a folder to its place."""
-    before = beside(path)
+    before = unfinished_path(path)
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():

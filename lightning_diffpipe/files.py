@@ -43,7 +43,7 @@ def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
     """
     with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = beside(path)
+        unfinished = unfinished_path(path)
         try:
             with unfinished.open("wb") as file:
                 yield file
@@ -73,7 +73,7 @@ def remove_abandoned(folder: Path) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def beside(path: Path) -> Path:
+def unfinished_path(path: Path) -> Path:
     """Returns a name in the folder of a path for what will be moved there; killed processes may leave it behind."""
     return path.with_name(f".{uuid.uuid4().hex}{_UNFINISHED}")  # no process: hosts share folders
 

@@ -199,12 +199,12 @@ def _snapshot(hub_id: str) -> Path | None:
 
 def _lora_on_this_machine(path: str) -> str:
     """Returns the path of a LoRA file or folder, or the folder of a hub id; raises CheckpointError for neither."""
-    found = path if Path(path).exists() else _snapshot(path)
-    if found is None:
+    local = path if Path(path).exists() else _snapshot(path)
+    if local is None:
         raise CheckpointError(
             f"there is no LoRA {path}; name its file, its folder, or the hub id of one on this machine"
         )
-    return str(found)
+    return str(local)
 
 
 def model_folder(path: str) -> Path:
@@ -275,12 +275,12 @@ def refuse_ignored_size(source: Source, settings: Settings) -> None:
     if len(sides) != 1 or not isinstance(source, DiffusersFolder):
         return
     [side] = sides
-    (pipeline, asked), (_, own) = (_checked(source, settings, n) for n in ((), sides))
-    if asked and own and asked.get(side) == own.get(side) != given[side]:
+    (pipeline, asked), (_, default) = (_checked(source, settings, n) for n in ((), sides))
+    if asked and default and asked.get(side) == default.get(side) != given[side]:
         other = "width" if side == "height" else "height"
         raise ConfigurationError(
             f"{type(pipeline).__name__} would ignore {side}={given[side]} without a {other}, and draw "
-            f"{own['height']} x {own['width']} pixels; give both"
+            f"{default['height']} x {default['width']} pixels; give both"
         )
 
 
@@ -342,10 +342,10 @@ class ModuleSource:
             ConfigurationError: It takes no such size or option.
         """
         others = ("self", "prompts", "generator", "small")
-        taken = [n for n in inspect.signature(self.cls.sample).parameters if n not in others]
-        if unknown := sorted(settings.given().keys() - taken):
+        known = [n for n in inspect.signature(self.cls.sample).parameters if n not in others]
+        if unknown := sorted(settings.given().keys() - known):
             raise ConfigurationError(
-                f"{self.cls.__name__} takes no {unknown[0]!r}; it takes {', '.join(taken)} and seed"
+                f"{self.cls.__name__} takes no {unknown[0]!r}; it takes {', '.join(known)} and seed"
             )
         if settings.prompts is None:
             raise ConfigurationError(f"{self.cls.__name__} draws from prompts; give a list of them")

@@ -157,14 +157,14 @@ class EncodingCache(L.Callback):
                 "there are several. Leave it out: encodings are then stored as samples come"
             )
         index, count = _encoding_ranks(pipeline)
-        own = (asked[index::count] or asked[:1]) if count else []
+        batches = (asked[index::count] or asked[:1]) if count else []
         device, refusal = trainer.strategy.root_device, ""
-        read = feed.read(own, "encoding", device)
+        read = feed.read(batches, "encoding", device)
         # In step, as no rank is waited for for longer than half an hour.
         for number in range(max(_of_all(trainer, -(-len(asked) // _num_encoding(pipeline))))):
             batch = next(read, None)
             if number == 0:
-                again = next(feed.read(own[:1], "again", device), None)
+                again = next(feed.read(batches[:1], "again", device), None)
                 refusal = self._begin_with(trainer, pipeline, batch, again)
             elif batch is not None:
                 self._encode(trainer, pipeline, batch, number)
@@ -282,15 +282,15 @@ class EncodingCache(L.Callback):
             )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Says what was found."""
+        """Logs how many encodings were read, computed and written."""
         if self.memo is None or self._store is None:
             return
         pipeline = trainer.strategy.pipeline
-        own = self.memo.found.total(), self.memo.made.total(), self._store.bytes_written
-        found, made, written = map(sum, zip(*pipeline.mesh.gathered(own), strict=True))
+        counts = self.memo.found.total(), self.memo.made.total(), self._store.bytes_written
+        num_read, made, written = map(sum, zip(*pipeline.mesh.gathered(counts), strict=True))
         rank_zero_info(
             "Encodings: %d read (%s), %d computed, %s written to %s",
-            found, percent(found / max(found + made, 1)), made, size(written), self.folder,
+            num_read, percent(num_read / max(num_read + made, 1)), made, size(written), self.folder,
         )  # fmt: skip
 
 

@@ -256,8 +256,8 @@ class SampleImages(SamplingCallback):
         if self.prompts is None and "prompts" in restored:
             self.prompts, self.conditions = restored["prompts"], restored.get("conditions")
         elif self.prompts is None:
-            own = _held_back(trainer, pl_module) if trainer.is_global_zero else ([], None)
-            self._take(trainer, pl_module, *own)
+            held_back = _held_back(trainer, pl_module) if trainer.is_global_zero else ([], None)
+            self._take(trainer, pl_module, *held_back)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -526,8 +526,8 @@ class StageDrawer:
                 for stop in range(start + 1, len(homes) + 1):
                     if rank not in homes[stop - 1]:
                         break
-                    found = squares + (stop - start) ** 2, [*positions, stop]
-                    ended[stop] = min(ended.get(stop, found), found)
+                    candidate = squares + (stop - start) ** 2, [*positions, stop]
+                    ended[stop] = min(ended.get(stop, candidate), candidate)
             started = ended
         if len(homes) in started:
             return tuple(started[len(homes)][1][:-1])
@@ -543,10 +543,10 @@ class StageDrawer:
     @contextlib.contextmanager
     def _everything_needed(self, model: nn.Module, setting: PipeFusionSetting) -> Iterator[None]:
         """Gives this rank inside all that it runs: its own blocks, and what lies between blocks."""
-        needed, own = list[set[str]](), dict(model.named_parameters())
+        needed, parameters = list[set[str]](), dict(model.named_parameters())
         for rank in range(self._mesh.layout.ranks_per_pipeline):
             names = resident_parameters(model, setting.layout, setting.stages, rank)
-            needed.append({self._names[own[name]] for name in names})
+            needed.append({self._names[parameters[name]] for name in names})
         residents = self._pipeline.residents
         missing = set[str]().union(*(n - held for n, held in zip(needed, residents, strict=True)))
         whole = dict(self._pipeline.values_of(n for n in self._names.values() if n in missing))

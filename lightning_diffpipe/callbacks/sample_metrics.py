@@ -230,12 +230,12 @@ class _Clip(nn.Module):
         return self._processor(**options, **({} if images is None else {"images": images}))
 
     def get_image_features(self, *inputs: Tensor) -> Tensor:
-        found = self.model.get_image_features(*inputs)
-        return getattr(found, "pooler_output", found)
+        output = self.model.get_image_features(*inputs)
+        return getattr(output, "pooler_output", output)
 
     def get_text_features(self, *inputs: Tensor) -> Tensor:
-        found = self.model.get_text_features(*inputs)
-        return getattr(found, "pooler_output", found)
+        output = self.model.get_text_features(*inputs)
+        return getattr(output, "pooler_output", output)
 
 
 class ClipScore(SampleMetric):

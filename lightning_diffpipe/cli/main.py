@@ -156,9 +156,9 @@ def _composed(name: str, settings: Sequence[str]) -> DictConfig:
     with hydra.initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
         config = hydra.compose(name, overrides=[*settings], return_hydra_config=True)
     HydraConfig.instance().set_config(config)
-    own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-    OmegaConf.set_struct(own, True)
-    return own
+    of_verb = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    OmegaConf.set_struct(of_verb, True)
+    return of_verb
 
 
 def _print_help(config: DictConfig) -> None:

@@ -112,8 +112,8 @@ def _run_to_go_on_with(config: DictConfig, node: DictConfig) -> dict[str, str]:
     path, folder = config.ckpt_path, Path(config.output_dir)
     by_name = path in (None, "last", "best", "hpc")
     before = [folder] if by_name else [folder, *Path(str(path)).absolute().parents[:2]]
-    found = [each / _RUN_ID for each in before if path and (each / _RUN_ID).is_file()]
-    name = found[-1].read_text().strip() if found else uuid.uuid4().hex[:8]
+    id_files = [each / _RUN_ID for each in before if path and (each / _RUN_ID).is_file()]
+    name = id_files[-1].read_text().strip() if id_files else uuid.uuid4().hex[:8]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _RUN_ID).write_text(name + "\n")
     return {"id": name}
@@ -128,12 +128,12 @@ def _require_checkpoint(config: DictConfig) -> None:
         _require_folder_of_all_runs(config)
     elif path is None:
         try:
-            found = newest(f for each in _checkpoint_folders(config) for f in each.glob("*.ckpt"))
+            latest = newest(f for each in _checkpoint_folders(config) for f in each.glob("*.ckpt"))
         except CheckpointError:
             return  # nothing there that anybody could lose
-        if found is not None and not config.trainer.get("fast_dev_run"):
+        if latest is not None and not config.trainer.get("fast_dev_run"):
             raise CheckpointError(
-                f"{found[0]}, of step {found[1]}, is there from an earlier run, and this one would begin at "
+                f"{latest[0]}, of step {latest[1]}, is there from an earlier run, and this one would begin at "
                 "step 0 next to it: take ckpt_path=last to go on, or another hydra.run.dir, or remove its folder"
             )
     elif path != "hpc" and not str(path).startswith("registry"):
@@ -175,11 +175,11 @@ def _require_folder_of_all_runs(config: DictConfig) -> None:
     """Raises ConfigurationError for `ckpt_path=last` where each run saves into a folder of its own."""
     hydra_config = HydraConfig.get()
     named = [o.partition("=")[0] for o in hydra_config.overrides.hydra]
-    own = Path(hydra_config.runtime.output_dir)
+    run_folder = Path(hydra_config.runtime.output_dir)
     folders = _checkpoint_folders(config)
-    if "hydra.run.dir" not in named and all(own in folder.parents for folder in folders):
+    if "hydra.run.dir" not in named and all(run_folder in folder.parents for folder in folders):
         raise ConfigurationError(
-            f"ckpt_path=last looks into {folders[0] if folders else own}, which is new in each run; name a "
+            f"ckpt_path=last looks into {folders[0] if folders else run_folder}, which is new in each run; name a "
             "folder for all runs: hydra.run.dir=FOLDER"
         )
 
@@ -369,9 +369,9 @@ def bench(config: DictConfig) -> Any:
     }
     config.callbacks = {**others, "bench": monitor}
     trainer = run_training(config)
-    (found,) = (each for each in trainer.callbacks if isinstance(each, PipelineMonitor))
+    (monitor_of_run,) = (each for each in trainer.callbacks if isinstance(each, PipelineMonitor))
     if trainer.is_global_zero:
-        print(number_table(found.numbers))
+        print(number_table(monitor_of_run.numbers))
         if Path(monitor["folder"]).exists():  # of a pipeline
             print(f"\n{monitor['folder']} has the plan, its timeline and a trace")
-    return found.numbers
+    return monitor_of_run.numbers

@@ -125,7 +125,7 @@ def with_settings(message: str, arguments: Mapping[str, str]) -> str:
     names = "|".join(map(re.escape, arguments))
     pattern = rf"(?<![\w.])({names})(?==| must | names | is | has |: )"
     return (
-        re.sub(pattern, lambda found: arguments[found[1]], message, count=1) if names else message
+        re.sub(pattern, lambda match: arguments[match[1]], message, count=1) if names else message
     )
 
 
@@ -134,10 +134,10 @@ def in_settings(error: InstantiationException, config: DictConfig) -> Exception:
 
     An error of installed code gets the name of what was built; one of the user's code stays.
     """
-    cause, found = error.__cause__, re.search(r"^full_key: (\S+)", str(error), re.MULTILINE)
-    if found is None or not isinstance(cause, Exception):
+    cause, full_key = error.__cause__, re.search(r"^full_key: (\S+)", str(error), re.MULTILINE)
+    if full_key is None or not isinstance(cause, Exception):
         return error
-    key = found[1].replace("trainer.strategy", "strategy")  # to which it points
+    key = full_key[1].replace("trainer.strategy", "strategy")  # to which it points
     if isinstance(cause, DiffPipeError):
         settings = {str(name): f"{key}.{name}" for name in OmegaConf.select(config, key) or ()}
         cause.args = (with_settings(str(cause), settings), *cause.args[1:])

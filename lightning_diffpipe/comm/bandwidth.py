@@ -271,9 +271,9 @@ def host_bytes_per_s(device: torch.device) -> float:
 
 def with_memory(cluster: Cluster, group: dist.ProcessGroup | None, device: torch.device) -> Cluster:
     """Returns a cluster with `memory_bytes`, what a plan may use on each rank of a group; a collective call."""
-    own = memory_bytes(device)
-    found = [own] if group is None else gathered_objects(own, group)
-    limits = [limit for limit in found if limit is not None]
+    limit = memory_bytes(device)
+    of_ranks = [limit] if group is None else gathered_objects(limit, group)
+    limits = [limit for limit in of_ranks if limit is not None]
     if not limits:
         return cluster
     if max(limits) <= _EQUAL_MEMORY * min(limits):

@@ -241,10 +241,10 @@ def _checksum(tensor: Tensor) -> int:
     """Returns a checksum of all bytes, or of samples of what is mapped from a file."""
     if (stored := stored_value(tensor)) is not None:
         return zlib.crc32(digest_of_tensor(stored).encode())
-    found = 0
+    checksum = 0
     for plain in plain_tensors(tensor):
-        found = zlib.crc32(bytes_of(plain), found)
-    return found
+        checksum = zlib.crc32(bytes_of(plain), checksum)
+    return checksum
 
 
 def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -260,14 +260,14 @@ def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None
         return
     named = dict([*module.named_parameters(), *module.named_buffers()])
     tensors = [named[name] for name in sorted(named)]  # ranks may have them in another order
-    own = {name: f"{tuple(x.shape)} of {x.dtype}" for name, x in named.items()}
-    first, here = agree(own, group), dist.get_rank()
+    kinds = {name: f"{tuple(x.shape)} of {x.dtype}" for name, x in named.items()}
+    first, here = agree(kinds, group), dist.get_rank()
 
     def require_same_tensors() -> None:
-        name = next((n for n in {**first, **own} if first.get(n) != own.get(n)), None)
+        name = next((n for n in {**first, **kinds} if first.get(n) != kinds.get(n)), None)
         if name is not None:
             raise ConfigurationError(
-                f"ranks built different modules: {name!r} is {own.get(name, 'missing')} on rank {here}, and "
+                f"ranks built different modules: {name!r} is {kinds.get(name, 'missing')} on rank {here}, and "
                 f"{first.get(name, 'missing')} on rank 0; build the same module with the same options on every rank"
             )
 

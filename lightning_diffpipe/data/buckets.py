@@ -71,12 +71,12 @@ class Sizes:
 
     def of(self, height: int, width: int) -> tuple[int, int]:
         """Returns height and width for an image of this size, or raises ConfigurationError below one step."""
-        found = min(self.all, key=lambda size: abs(math.log(size[1] / size[0] * height / width)))
+        nearest = min(self.all, key=lambda size: abs(math.log(size[1] / size[0] * height / width)))
         if self.enlarge:
-            return found
+            return nearest
         high, wide = (
-            min(side, own // self.step * self.step)
-            for side, own in zip(found, (height, width), strict=True)
+            min(side, length // self.step * self.step)
+            for side, length in zip(nearest, (height, width), strict=True)
         )
         if not (high and wide):
             raise ConfigurationError(

@@ -81,20 +81,20 @@ class Listing:
             DataError: One cannot be used, and `on_error` is `"raise"`.
             ConfigurationError: There is no such folder, nothing in it, or two listings.
         """
-        found, errors = list[Entry](), list[DataError]()
+        entries, errors = list[Entry](), list[DataError]()
         for read in self._readers(on_error, errors):
             try:
-                found.append(read())
+                entries.append(read())
             except DataError as error:
                 if on_error == "raise":
                     raise
                 errors.append(error)
-        if not found:
+        if not entries:
             raise ConfigurationError(
                 f"folder={self.folder} lists no image{' that can be used' if errors else ''}; give each a line of "
                 "metadata.jsonl, or a caption: cat.txt beside cat.png"
             )
-        return found, errors
+        return entries, errors
 
     def _readers(self, on_error: str, errors: list[DataError]) -> list[Callable[[], Entry]]:
         """Returns a function for each entry, which raises DataError for one that cannot be used."""
@@ -129,14 +129,14 @@ class Listing:
         except json.JSONDecodeError as error:
             raise DataError(self._expected(where, text)) from error
 
-    def _expected(self, where: str, found: str) -> str:
+    def _expected(self, where: str, text: str) -> str:
         *first, last = map(repr, ("file_name", self.caption_key, *self.companions.values()))
         kinds = (
             f" ({', '.join(f'the {kind}' for kind in self.companions)})" if self.companions else ""
         )
         return (
             f"{self.folder / where}: expected {', '.join(first)} and {last}{kinds}, as in "
-            f'{{"file_name": "cat.png", "text": "a cat"}}, but found {found[:80]!r}'
+            f'{{"file_name": "cat.png", "text": "a cat"}}, but found {text[:80]!r}'
         )
 
     def _of_values(self, values: Any, where: str) -> Entry:

@@ -70,7 +70,7 @@ class Crop:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How images are cropped and mirrored, and captions changed.
+    """Crops, mirroring and changes of captions, which may be sampled anew each time a sample is read.
 
     Attributes:
         flip: Share of the samples that are mirrored, left and right.

@@ -45,10 +45,10 @@ def waiting(schedule: Schedule, at: int, rank: int) -> str:
     program = schedule.programs[rank]
     # Communication takes no time on a rank, so that only computation makes spans.
     done = sum(1 for instruction in program[:at] if isinstance(instruction, Compute))
-    own = timeline.spans_of(rank)[:done]
-    kept = [*(span for span in timeline.spans if span.rank != rank), *own]
+    done_spans = timeline.spans_of(rank)[:done]
+    kept = [*(span for span in timeline.spans if span.rank != rank), *done_spans]
     image = draw(kept, schedule.num_ranks, tick_s=1.0).splitlines()
-    stands_at = max((round(span.stop_s) for span in own), default=0)
+    stands_at = max((round(span.stop_s) for span in done_spans), default=0)
     head, cells = image[rank].split("|", 1)
     width = len(cells) // max(round(max((s.stop_s for s in kept), default=1.0)), 1)
     here = program[at] if at < len(program) else "the end"
