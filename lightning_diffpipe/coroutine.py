@@ -156,7 +156,7 @@ class Coroutine:
 
 
 class _ThreadSettings:
-    """Settings that a thread does not inherit: autocast, function modes, CUDA device and stream, number of threads."""
+    """Settings that a thread does not inherit: autocast, function modes, CUDA device and stream, threads."""
 
     def __init__(self, infers: bool) -> None:
         self._infers = infers

@@ -6,7 +6,6 @@ put back before the function runs, because Lightning starts further processes wi
 
 import contextlib
 import functools
-import itertools
 import os
 import re
 import signal
@@ -20,6 +19,7 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import (
     ConfigCompositionException,
@@ -49,18 +49,19 @@ _CONF = "pkg://lightning_diffpipe.conf"
 
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:
-    """Gives arguments by position, which stand before flags, their names: `plan.json` becomes `plan=plan.json`.
+    """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`.
 
-    A `~` that the shell has left there, as after a name with a dot, is the user's home.
+    A `~` that the shell has left there, as after a name with a dot, is the user's home. Flags go last, as Hydra
+    reads settings in one stretch only.
     """
-    names = list(POSITIONS.get(name, ()))
-    settings = list[str]()
-    for argument in itertools.takewhile(lambda each: not each.startswith("-"), arguments):
+    names, flags, settings = list(POSITIONS.get(name, ())), list(arguments), list[str]()
+    for argument in get_args_parser().parse_intermixed_args(arguments).overrides:
+        flags.remove(argument)
         if names and ("=" not in argument or Path(argument).is_file()):
             settings.append(f"{names.pop(0)}={quoted(argument)}")
         else:
             settings.append(re.sub(r"(?<==)~(?=/|$)", str(Path.home()), argument, count=1))
-    return [*settings, *arguments[len(settings) :]]
+    return [*settings, *flags]
 
 
 @raised_by_all()

@@ -111,31 +111,29 @@ class FolderSamples(Dataset[Sample]):
         entry, shape = self.entries[index], self.shapes[index]
         crop = self.augmentation.crop(shape.height, shape.width)
         caption = self.augmentation.caption(entry.caption)
-        called = f"{entry.path} ({entry.where})"
+        sample: Sample
         if shape.num_frames is not None:
-            with reading(called):
+            with reading(entry.called()):
                 video = read_video(entry.path, shape.num_frames, crop, self.background)
-            sample: Sample = {"video": video, "caption": caption}
+            sample = {"video": video, "caption": caption}
             for kind, file in entry.companions.items():
-                with reading(f"{file} ({entry.where})"), Image.open(file) as image:
+                with reading(entry.called(file)), Image.open(file) as image:
                     sample[kind] = (to_pixels(image, crop, self.background) + 1) / 2
         else:
-            companions = {
-                n: (file, f"{file} ({entry.where})")
-                for n, file in entry.companions.items()
-                if n != "references"
-            }
-            given = entry.path, caption, crop, self.background, called, companions, self.alpha
-            sample = read_sample(*given)
-            if shape.references:  # cut and mirrored as the image, as far as shapes allow
-                files = zip(entry.companions["references"], shape.references, strict=True)
-                sample["references"] = [
-                    read_reference(
-                        file, replace(crop, height=height, width=width), self.background,
-                        f"{file} ({entry.where})",
-                    )
-                    for file, (height, width) in files
-                ]  # fmt: skip
+            others = {kind: (file, entry.called(file)) for kind, file in entry.companions.items()}
+            others.pop("references", None)
+            sample = read_sample(
+                entry.path, caption, crop, self.background, entry.called(), others, self.alpha
+            )
+        if shape.references:
+            sample["references"] = []
+            for file, (height, width) in zip(
+                entry.companions["references"], shape.references, strict=True
+            ):
+                # Cut and mirrored as the image, as far as shapes allow.
+                its_crop = replace(crop, height=height, width=width)
+                reference = read_reference(file, its_crop, self.background, entry.called(file))
+                sample["references"].append(reference)
         if self.is_weighted:
             sample["weight"] = torch.tensor(entry.weight)
         return sample
@@ -330,10 +328,8 @@ class ImageFolderDataModule(CaptionedDataModule):
         """Returns which buckets are smaller than a batch; empty if none is."""
         size, buckets = self.batch_size, self.train_buckets
         small = [f"{shape}: {len(m)}" for shape, m in buckets.items() if len(m) < size]
-        text = (
-            f"{len(small)} of {len(buckets)} buckets have fewer than the {size} samples of a batch"
-        )
-        return f"{text} ({'; '.join(small)})" if small else ""
+        counts = f"{len(small)} of {len(buckets)} buckets have fewer than the {size} samples of"
+        return f"{counts} a batch ({'; '.join(small)})" if small else ""
 
     def _with_shapes(
         self, entries: list[Entry], errors: list[DataError]
@@ -362,7 +358,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         """Returns what an entry is given, by its header; or why it cannot be used."""
         side, frames = self.hparams.resolution, None
         try:
-            with reading(f"{entry.path} ({entry.where})"):
+            with reading(entry.called()):
                 if self._frames:
                     width, height, there = video_size(entry.path)
                     frames = max((n for n in self._frames if n <= there), default=None)
@@ -374,7 +370,7 @@ class ImageFolderDataModule(CaptionedDataModule):
                 sized = self._sizes.of if self._sizes else lambda *_: (side, side)
                 size, references = sized(height, width), []
             for file in entry.companions.get("references", ()):
-                with reading(f"{file} ({entry.where})"), Image.open(file) as image:
+                with reading(entry.called(file)), Image.open(file) as image:
                     references.append(sized(*reversed(size_of(image))))
             return Shape(*size, frames, tuple(references))
         except DataError as error:
@@ -382,11 +378,11 @@ class ImageFolderDataModule(CaptionedDataModule):
 
     def batches(self, shuffle: bool) -> BucketBatches:
         """Returns which samples make a batch, in training (shuffled) or of those held back."""
-        buckets = self.train_buckets if shuffle else self.validation_buckets
-        last = (
-            (self.hparams.last_batch if self._has_buckets else "dropped") if shuffle else "smaller"
-        )
-        return BucketBatches(list(buckets.values()), self.batch_size, last, shuffle)
+        if not shuffle:
+            held_back = list(self.validation_buckets.values())
+            return BucketBatches(held_back, self.batch_size, "smaller", shuffle)
+        last = self.hparams.last_batch if self._has_buckets else "dropped"
+        return BucketBatches(list(self.train_buckets.values()), self.batch_size, last, shuffle)
 
     def _loader(self, dataset: Dataset[Sample], shuffle: bool) -> DataLoader[Any]:
         if not self._has_buckets:
@@ -399,7 +395,7 @@ class ImageFolderDataModule(CaptionedDataModule):
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
-            collate_fn=_unchanged,
+            collate_fn=_unchanged,  # torch would make tensors of references, which are arrays
         )
 
     def _drawn_from(self) -> Sequence[int]:
@@ -410,5 +406,4 @@ class ImageFolderDataModule(CaptionedDataModule):
 
 
 def _unchanged(batch: Batch) -> Batch:
-    """Returns a batch in which references stay arrays, of which torch would make tensors."""
     return batch

@@ -49,6 +49,10 @@ class Entry(NamedTuple):
     where: str
     weight: float = 1.0
 
+    def called(self, file: Path | None = None) -> str:
+        """Returns what messages call the image, or a file next to it."""
+        return f"{file or self.path} ({self.where})"
+
 
 @dataclass(frozen=True)
 class Listing:
