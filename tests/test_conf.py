@@ -152,7 +152,9 @@ def test_an_optimizer_is_built_or_its_package_is_named(name, output_dir):
     )
     node = config.model.optimization.get("optimizer")
     if node is not None and find_spec(node._target_.partition(".")[0]) is None:
-        with pytest.raises(InstantiationException, match=f"Error loading '{node._target_}'"):
+        with pytest.raises(
+            InstantiationException, match=f"Error locating target '{node._target_}'"
+        ):
             hydra.utils.instantiate(config.model.optimization, _convert_="all")
         return
     optimization = hydra.utils.instantiate(config.model.optimization, _convert_="all")

@@ -12,7 +12,7 @@ after the n-th optimizer step. The averages take the place of the weights in val
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -34,7 +34,7 @@ def _dtype_of_average(parameter: nn.Parameter) -> torch.dtype:
 
 
 class EMA(L.Callback):
-    """Keeps an exponential moving average of the trained weights.
+    """Averages the trained weights, exponentially over optimizer steps.
 
     Args:
         decay: Share of the old average kept at each optimizer step, once the run is long enough.
@@ -138,6 +138,14 @@ class EMA(L.Callback):
         for name, data in self._weights.items():
             weights[name].data = data
         self._weights = {}
+
+    @staticmethod
+    @contextmanager
+    def averaged_in(trainer: L.Trainer, module: nn.Module) -> Iterator[None]:
+        """Gives the module the averaged weights of a trainer's callback inside, if it has one; see `averaged`."""
+        averages = [callback for callback in trainer.callbacks if isinstance(callback, EMA)]
+        with averages[0].averaged(module) if averages else nullcontext():
+            yield
 
     @contextmanager
     def averaged(self, module: nn.Module) -> Iterator[None]:

@@ -144,22 +144,18 @@ class SamplingCallback(L.Callback):
         Returns:
             `(len(prompts), 3, H, W)` in [0, 1]; videos `(len(prompts), F, 3, H, W)`.
         """
+        settings: dict[str, Any] = {
+            "num_inference_steps": self.num_inference_steps,
+            "guidance_scale": self.guidance_scale,
+            "generator": torch.Generator().manual_seed(self.seed if seed is None else seed),
+        }
+        if conditions is not None:
+            settings["condition"] = conditions
+        pipeline = getattr(trainer.strategy, "pipeline", None)
+        one_by_one = isinstance(conditions, list) or getattr(module, "draws_apart", False)
+        by_layers = self.draws_by_layers or one_by_one or not hasattr(module, "drawing")
         whole_model = getattr(trainer.strategy, "whole_model", contextlib.nullcontext)
-        averages = [c for c in trainer.callbacks if isinstance(c, EMA) and c.averages]
-        with contextlib.ExitStack() as stack:
-            for average in averages[:1]:
-                stack.enter_context(average.averaged(module))
-            stack.enter_context(whole_model())
-            settings: dict[str, Any] = {
-                "num_inference_steps": self.num_inference_steps,
-                "guidance_scale": self.guidance_scale,
-                "generator": torch.Generator().manual_seed(self.seed if seed is None else seed),
-            }
-            if conditions is not None:
-                settings["condition"] = conditions
-            pipeline = getattr(trainer.strategy, "pipeline", None)
-            one_by_one = isinstance(conditions, list) or getattr(module, "draws_apart", False)
-            by_layers = self.draws_by_layers or one_by_one or not hasattr(module, "drawing")
+        with EMA.averaged_in(trainer, module), whole_model():
             if pipeline is not None and pipeline.plan.ranks_per_pipeline > 1 and not by_layers:
                 with module.evaluating():
                     call = module.drawing(prompts, **settings)
@@ -208,8 +204,8 @@ class SampleImages(SamplingCallback):
         if every_n_steps is not None:
             require_number("every_n_steps", every_n_steps, 1, whole=True)
         super().__init__(num_inference_steps, guidance_scale, seed, num_patches)
-        self._wish = None if prompts is None else list(prompts)
-        self.prompts = self._wish
+        self._named = None if prompts is None else list(prompts)
+        self.prompts = self._named
         self.conditions: Tensor | list[Tensor] | None = None
         self.every_n_steps = every_n_steps
         self._last_step = 0
@@ -220,7 +216,7 @@ class SampleImages(SamplingCallback):
     def state_key(self) -> str:
         """One for each of several in a trainer, which draw other prompts or draw otherwise."""
         return self._generate_state_key(
-            prompts=self._wish,
+            prompts=self._named,
             every_n_steps=self.every_n_steps,
             num_inference_steps=self.num_inference_steps,
             guidance_scale=self.guidance_scale,
@@ -243,13 +239,13 @@ class SampleImages(SamplingCallback):
         """
         if type(self).draw is SampleImages.draw:
             self.require_sample(pl_module)
-        if self._wish is not None and draws_to_conditions(pl_module):
+        if self._named is not None and draws_to_conditions(pl_module):
             raise ConfigurationError(
                 f"{type(pl_module).__name__} draws to conditions, and prompts that are named have none; leave them "
                 "out (callbacks.samples.prompts=null): captions of the data are drawn with their own conditions"
             )
         self._last_step = 0 if self.every_n_steps is None else trainer.global_step
-        self.prompts, self.conditions = self._wish, None
+        self.prompts, self.conditions = self._named, None
         self.draws_by_layers = False
         restored, self._restored = self._restored, {}
         self._steps = list(restored.get("steps", []))
@@ -311,7 +307,7 @@ class SampleImages(SamplingCallback):
     def state_dict(self) -> dict[str, Any]:
         """Returns the steps drawn so far, and captions that were taken of the data."""
         state: dict[str, Any] = {"steps": list(self._steps)}
-        if self._wish is None and self.prompts is not None:
+        if self._named is None and self.prompts is not None:
             state["prompts"] = self.prompts
         return state if self.conditions is None else {**state, "conditions": self.conditions}
 
@@ -335,18 +331,7 @@ class SampleImages(SamplingCallback):
         if not trainer.is_global_zero:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        rows, columns = [images], 8
-        if images.ndim == 5:  # videos: frames side by side
-            num_frames = min(images.shape[1], _NUM_FRAMES)
-            shown = torch.linspace(0, images.shape[1] - 1, num_frames).long()
-            rows, columns = [torch.cat(images[:, shown].unbind(1), -1)], 8 // num_frames
-        elif self.conditions is not None:  # on top of what is drawn to them
-            above = self.conditions
-            if isinstance(above, list):  # of any shape
-                channels_first = [each.permute(0, 3, 1, 2).float() for each in above]
-                above = [F.interpolate(each, images.shape[-2:]) for each in channels_first]
-            above = above if isinstance(above, list) else [above]
-            rows, columns = [*(each.to(images) / 255 for each in above), images], len(images)
+        rows, columns = self._rows(images)
         image_grid(torch.cat(rows), columns).save(folder / f"step_{step:06d}.png")
         grids = [image_grid(torch.stack(column), columns=1) for column in zip(*rows, strict=True)]
         steps, grid = self._over_time(folder, rows, columns)
@@ -356,6 +341,22 @@ class SampleImages(SamplingCallback):
             if hasattr(logger, "log_image"):
                 logger.log_image(name, grids, step=step, caption=self.prompts)
                 logger.log_image(f"{name}_over_time", [grid], step=step, caption=[said])
+
+    def _rows(self, images: Tensor) -> tuple[list[Tensor], int]:
+        """Returns rows of images, conditions above the samples drawn to them, and how many stand in a line."""
+        if images.ndim == 5:  # videos: frames side by side
+            num_frames = min(images.shape[1], _NUM_FRAMES)
+            shown = torch.linspace(0, images.shape[1] - 1, num_frames).long()
+            return [torch.cat(images[:, shown].unbind(1), -1)], 8 // num_frames
+        if self.conditions is None:
+            return [images], 8
+        conditions = self.conditions
+        if isinstance(conditions, Tensor):
+            conditions = [conditions]
+        else:  # references, of any shape
+            channels_first = [each.permute(0, 3, 1, 2).float() for each in conditions]
+            conditions = [F.interpolate(each, images.shape[-2:]) for each in channels_first]
+        return [*(each.to(images) / 255 for each in conditions), images], len(images)
 
     def _over_time(
         self, folder: Path, rows: Sequence[Tensor], columns: int
@@ -395,16 +396,15 @@ class SampleImages(SamplingCallback):
 
 def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str], Any]:
     """Returns captions that the data holds back, with conditions where they are drawn to, if it has them."""
-    data, conditions = getattr(trainer, "datamodule", None), None
+    data, none = getattr(trainer, "datamodule", None), lambda count: None
+    conditions = None
     if draws_to_conditions(module):
-        held_back = getattr(data, "held_back_conditions", None)
-        conditions = held_back(_NUM_CAPTIONS) if held_back is not None else None
+        conditions = getattr(data, "held_back_conditions", none)(_NUM_CAPTIONS)
         if conditions is None:  # the first batch has both
             return [], None
-    captions = getattr(data, "held_back_captions", None)
     if draws_from(module) != "caption":
         return [], None
-    return captions(_NUM_CAPTIONS) if captions is not None else [], conditions
+    return getattr(data, "held_back_captions", none)(_NUM_CAPTIONS) or [], conditions
 
 
 def draws_from(module: L.LightningModule) -> str:

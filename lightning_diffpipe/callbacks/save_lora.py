@@ -3,7 +3,6 @@
 A checkpoint has what training needs to go on; these files have the adapters alone, averaged if there are averages.
 """
 
-import contextlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,10 +47,7 @@ class SaveLora(L.Callback):
         if step == self._last_step or step % self.every_n_steps:
             return
         self._last_step = step
-        with contextlib.ExitStack() as stack:
-            for callback in trainer.callbacks:
-                if isinstance(callback, EMA):
-                    stack.enter_context(callback.averaged(pl_module))
+        with EMA.averaged_in(trainer, pl_module):
             state = trainer.strategy.lightning_module_state_dict()
         if trainer.is_global_zero:
             pl_module.save_lora(self.folder / f"step={step:06}", self.names, state)
