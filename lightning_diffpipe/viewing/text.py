@@ -8,7 +8,6 @@ forward takes 1, a backward 2, a message 0.
 """
 
 import sys
-
 from collections.abc import Sequence
 
 from lightning_diffpipe.errors import ScheduleError
