@@ -142,7 +142,7 @@ def _refuse_folder_options(opening: Opening, path: str | Path) -> None:
 
 
 def refuse_module(module: Any) -> None:
-    """Raises ConfigurationError for what is no module of this project that draws from prompts alone."""
+    """Raises ConfigurationError for a module that is none of this project, or needs more than prompts."""
     if not isinstance(module, tuple(_MODULES.values())):
         raise ConfigurationError(
             f"module must be a {' or '.join(_MODULES)}; got a {type(module).__name__}. Save a pipeline of "
@@ -224,19 +224,19 @@ def model_folder(path: str) -> Path:
 def check_request(
     source: Source, settings: Settings, method: str = "single", num_patches: int | None = None
 ) -> None:
-    """Refuses what a model cannot draw by its configs alone; the rest is refused when it draws.
+    """Refuses requests that a model cannot serve by its configs alone; others are refused while it samples.
 
     Of diffusers pipelines, what they check themselves before all else, and `num_patches` unless they pack
     latents into tokens, whose number only their call knows.
 
     Args:
         source: The model, whose weights need not be read.
-        settings: What to draw.
+        settings: The request.
         method: How ranks share the work.
         num_patches: Of PipeFusion.
 
     Raises:
-        ConfigurationError: It cannot be drawn, or not by this method.
+        ConfigurationError: It cannot be served, or not by this method.
     """
     refuse_ignored_size(source, settings)
     if isinstance(source, ModuleSource):
@@ -322,7 +322,7 @@ class ModuleSource:
         denoiser: It, or a skeleton of it.
         weights: Where the weights of a skeleton are.
         module: The whole module, on the rank that leads.
-        vae: Config of the autoencoder; None if pixels are drawn.
+        vae: Config of the autoencoder; None if it samples pixels.
         open_part: Skeleton and weights of another denoiser; None for a module in memory.
     """
 
@@ -336,7 +336,7 @@ class ModuleSource:
     _parts: dict[str, nn.Module] = field(default_factory=dict)
 
     def check(self, settings: Settings) -> int | None:
-        """Refuses what the module does not draw; returns the rows of tokens in an image, if it has latents.
+        """Refuses a request that the module cannot serve; returns the rows of tokens in an image of latents.
 
         Raises:
             ConfigurationError: It takes no such size or option.

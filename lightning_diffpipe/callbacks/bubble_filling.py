@@ -8,7 +8,7 @@ already read. Their results wait until they are due. Nothing is approximated: fr
 and every batch has its own seeds, so losses and weights are those of a run without filling, bit for bit.
 
 Should frozen weights change all the same (a teacher that follows its student), or a buffer that feeds frozen layers
-(losses by timestep, from which the next timesteps are drawn), on all ranks alike, nothing runs ahead from then on.
+(losses by timestep, by which the next timesteps are sampled), on all ranks alike, nothing runs ahead after that.
 A write through `.data` leaves no trace, nor does a change of what is no buffer: train with `filling=none` then. On
 several stages such a teacher becomes NaN, since a rank holds no weights of the other stages to follow.
 

@@ -15,7 +15,7 @@ reader sees all of it or nothing, and whoever writes the same key writes the sam
 was cut short by a crash of the machine, or damaged, is named in a warning, removed and made again.
 
 Once all samples are stored, encoders leave memory: their parameters are those of their files, or are written to
-one, and are loaded for a sample that is new, a layer at a time, or where validation and drawings call them. With
+one, and are loaded for a sample that is new, a layer at a time, or where validation and sampling call them. With
 `encode_first` all samples are stored before training, so that a rank never holds encoders next to gradients,
 optimizer states and activations, and plans count so.
 """
@@ -61,9 +61,9 @@ class EncodingCache(L.Callback):
 
     Losses are those of a run without it: an entry is found by a hash of everything the layer depends on, so
     that other weights, settings, crops, captions or precisions are other entries. A layer whose weights change
-    in training is computed from then on (a write through `.data` leaves no trace). Layers that draw random
+    in training is computed from then on (a write through `.data` leaves no trace). Layers that sample random
     numbers, or whose inputs follow noise or timesteps, are computed as ever; what is stored of a VAE are the
-    moments, so that each pass draws its own latents. Any number of ranks and runs may share the folder.
+    moments, so that each pass samples its own latents. Any number of ranks and runs may share the folder.
 
     Encoders leave the memory of a rank after a pass over the data in which it computed no sample, and are loaded
     for those that are new.
@@ -206,7 +206,7 @@ class EncodingCache(L.Callback):
         return ""
 
     def _encode(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, number: int) -> None:
-        """Stores the encodings of a batch, with several draws of what the step draws, such as dropped captions."""
+        """Stores the encodings of a batch for several random numbers of the step, which may drop captions."""
         draw, last_new, made = 0, 0, self.memo.made
         while draw - last_new <= _QUIET_DRAWS and draw < _MOST_DRAWS:
             before = made.total()

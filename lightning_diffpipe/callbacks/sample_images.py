@@ -1,6 +1,6 @@
-"""Images drawn while training, so that a person sees what the loss does not say.
+"""Images sampled while training, so that a person sees what the loss does not say.
 
-Under a pipeline the denoiser is divided, so that all ranks draw together, on the partition of the training and with
+Under a pipeline the denoiser is divided, so that all ranks sample together, on the partition of the training, with
 the averaged weights that each rank holds for its own layers. A transformer is sampled by PipeFusion
 (`StageDrawer`); what that refuses, such as a U-Net, layer by layer, in lock step: `strategy.whole_model()`,
 where the strategy has it, makes the divided model callable as a whole. The start noise has its own generator, so
@@ -11,7 +11,7 @@ training goes on exactly as without images. By PipeFusion:
     all ranks     latents -> autoencoder -> samples           in lock step
 
 Blocks run where their weights lie in training. What lies between blocks, such as embeddings and the last
-projection, runs on every rank under PipeFusion: ranks that lack it are sent it for the time of a drawing. With one
+projection, runs on every rank under PipeFusion: ranks that lack it receive it while they sample. With one
 patch the samples follow each other through the stages in shares, and nothing is approximated; with more, patches of
 all samples do.
 """
@@ -51,7 +51,7 @@ from lightning_diffpipe.training.pipeline import Pipeline
 _log = logging.getLogger(__name__)
 _NUM_CAPTIONS = 8
 _NUM_FRAMES = 8  # at most, of a video
-_NUM_COLUMNS = 8  # at most, of drawings side by side
+_NUM_COLUMNS = 8  # at most, of sampled steps side by side
 _COLUMN_PIXELS = 256  # at most, their width
 
 
@@ -113,7 +113,7 @@ class SamplingCallback(L.Callback):
         self.draws_by_layers = False  # PipeFusion has refused the model, or its partition
 
     def require_sample(self, module: L.LightningModule) -> None:
-        """Raises ConfigurationError for a module that cannot draw."""
+        """Raises ConfigurationError for a module that cannot sample."""
         if not callable(getattr(module, "sample", None)):
             raise ConfigurationError(
                 f"{type(self).__name__} draws with the module's own sample(prompts, num_inference_steps, "
@@ -130,15 +130,15 @@ class SamplingCallback(L.Callback):
         conditions: Tensor | list[Any] | None = None,
         seed: int | None = None,
     ) -> Tensor:
-        """Draws with the averaged weights, where there are any; by PipeFusion where stages allow it.
+        """Samples with the averaged weights, where there are any; by PipeFusion where stages allow it.
 
-        Collective: pipelines side by side draw at the same time, each as many prompts as it likes.
+        Collective: pipelines side by side sample at the same time, each as many prompts as it likes.
 
         Args:
             trainer: Of the training.
             module: In training.
             prompts: Texts or class numbers.
-            conditions: Images to draw to, `(len(prompts), 3, H, W)` in [0, 1], or references, as batches have them.
+            conditions: Conditions, `(len(prompts), 3, H, W)` in [0, 1], or references, as batches have them.
             seed: Of the start noise; None for that of the callback.
 
         Returns:
@@ -167,27 +167,27 @@ class SamplingCallback(L.Callback):
 
 
 class SampleImages(SamplingCallback):
-    """Draws prompts every few steps, or at every validation: a PNG in the output folder, images for the logger.
+    """Samples prompts every few steps, or at every validation: a PNG in the output folder, images for the logger.
 
     Both are called `samples`; those of a second such callback `samples_2`. `over_time.png`, for the logger
-    `samples_over_time`, has a row for each prompt and a column for each of up to eight drawings over the run.
+    `samples_over_time`, has a row for each prompt and a column for each of up to eight sampled steps over the run.
 
     Args:
-        prompts: What to draw, texts or class numbers; None takes eight captions of the data: of those held back, if
-            the data module has them (`held_back_captions`), or of the first batch, and of that class labels where
+        prompts: Texts or class numbers; None takes eight captions of the data: of those held back, if the data
+            module has them (`held_back_captions`), or of the first batch, and of that class labels where
             the module says `draws_from = "class_labels"`. Conditions of a ControlNet are taken with them
             (`held_back_conditions`) where the module says `draws_to_conditions = True`, given to its `sample` as
-            `condition`, and shown above what is drawn to them; so are `references` of pipelines that edit images.
-        every_n_steps: Optimizer steps between two drawings; None draws at the end of every validation.
+            `condition`, and shown above the samples; so are `references` of pipelines that edit images.
+        every_n_steps: Optimizer steps between two samplings; None samples at the end of every validation.
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance.
-        seed: Of the start noise; the same at every drawing, so that images can be compared.
+        seed: Of the start noise; the same each time, so that images can be compared.
         num_patches: Of PipeFusion, for a transformer under `strategy="diffpipe"`. With 1, the images follow each
-            other through the stages, and are those of one process but for rounding. More keep ranks busy that draw
-            fewer images than there are stages, and are not exact.
+            other through the stages, and are those of one process but for rounding. More patches keep ranks busy
+            that sample fewer images than there are stages, and are not exact.
 
     Raises:
-        ConfigurationError: There is nothing to draw, or a number is none that can be.
+        ConfigurationError: There is nothing to sample, or a number is none that can be.
     """
 
     def __init__(
@@ -209,12 +209,12 @@ class SampleImages(SamplingCallback):
         self.conditions: Tensor | list[Tensor] | None = None
         self.every_n_steps = every_n_steps
         self._last_step = 0
-        self._steps: list[int] = []  # drawn so far
+        self._steps: list[int] = []  # at which it has sampled
         self._restored: dict[str, Any] = {}
 
     @property
     def state_key(self) -> str:
-        """One for each of several in a trainer, which draw other prompts or draw otherwise."""
+        """A key for each of several in a trainer, by prompts and settings."""
         return self._generate_state_key(
             prompts=self._named,
             every_n_steps=self.every_n_steps,
@@ -228,14 +228,13 @@ class SampleImages(SamplingCallback):
         self._restored = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forgets an earlier run, and takes captions that are held back, if nobody said what to draw.
+        """Forgets an earlier run, and takes captions that are held back, if no prompts were given.
 
-        A run that goes on draws what it has drawn so far, whatever batch comes first now. Where it goes on after a
-        step, that step was drawn when it was done. The validation after it may still have to come: checkpoints are
-        saved before it, too.
+        A run that goes on keeps its prompts, whatever batch comes first now. The step after which it goes on was
+        sampled when it was done. The validation after it may still come: checkpoints are saved before it, too.
 
         Raises:
-            ConfigurationError: The module cannot draw, or draws to conditions, which named prompts have not.
+            ConfigurationError: The module cannot sample, or needs conditions, which named prompts have not.
         """
         if type(self).draw is SampleImages.draw:
             self.require_sample(pl_module)
@@ -263,7 +262,7 @@ class SampleImages(SamplingCallback):
             there = batch if isinstance(batch, Mapping) else {}
             captions = there.get(draws_from(pl_module), [])
             conditions = there.get("references", there.get("condition"))
-            if conditions is None and "video" in there:  # which begins with what it is drawn from
+            if conditions is None and "video" in there:  # whose first frame is its condition
                 conditions = (there["video"][:, :, 0] + 1) / 2
             captions = captions.tolist() if isinstance(captions, Tensor) else list(captions)
             self._take(trainer, pl_module, captions, conditions)
@@ -280,7 +279,7 @@ class SampleImages(SamplingCallback):
         captions: list[str],
         conditions: Tensor | list[Any] | None,
     ) -> None:
-        """Takes those of rank 0, on all ranks: pipelines have other data, and draw in lock step."""
+        """Takes prompts and conditions of rank 0, on all ranks: pipelines have other data, but sample together."""
         if not draws_to_conditions(module):
             conditions = None
         if isinstance(conditions, list):
@@ -294,18 +293,18 @@ class SampleImages(SamplingCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
     ) -> None:
-        """Draws after every `every_n_steps`-th optimizer step."""
+        """Samples after every `every_n_steps`-th optimizer step."""
         if self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0:
             self._draw_once(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draws at the end of a validation, if not every few steps."""
+        """Samples at the end of a validation, if not every few steps."""
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if self.every_n_steps is None and fitting:
             self._draw_once(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the steps drawn so far, and captions that were taken of the data."""
+        """Returns the steps at which it has sampled, and captions that were taken of the data."""
         state: dict[str, Any] = {"steps": list(self._steps)}
         if self._named is None and self.prompts is not None:
             state["prompts"] = self.prompts
@@ -343,7 +342,7 @@ class SampleImages(SamplingCallback):
                 logger.log_image(f"{name}_over_time", [grid], step=step, caption=[said])
 
     def _rows(self, images: Tensor) -> tuple[list[Tensor], int]:
-        """Returns rows of images, conditions above the samples drawn to them, and how many stand in a line."""
+        """Returns rows of images, conditions above their samples, and how many stand in a line."""
         if images.ndim == 5:  # videos: frames side by side
             num_frames = min(images.shape[1], _NUM_FRAMES)
             shown = torch.linspace(0, images.shape[1] - 1, num_frames).long()
@@ -384,7 +383,7 @@ class SampleImages(SamplingCallback):
         return steps, image_grid(F.interpolate(tiles.float(), size, mode="area"), len(shown))
 
     def draw(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
-        """Draws the prompts; see `draw_for`."""
+        """Samples the prompts; see `draw_for`."""
         assert self.prompts is not None, "captions are taken when training starts"
         conditions = self.conditions
         if isinstance(conditions, list):
@@ -395,7 +394,7 @@ class SampleImages(SamplingCallback):
 
 
 def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str], Any]:
-    """Returns captions that the data holds back, with conditions where they are drawn to, if it has them."""
+    """Returns captions that the data holds back, with conditions where the module needs them."""
     data, none = getattr(trainer, "datamodule", None), lambda count: None
     conditions = None
     if draws_to_conditions(module):
@@ -408,12 +407,12 @@ def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str]
 
 
 def draws_from(module: L.LightningModule) -> str:
-    """Returns what of a batch a module draws: class numbers, if it is of classes, also where there are captions."""
+    """Returns the key of a batch's prompts: captions, or class numbers for a module of classes."""
     return getattr(module, "draws_from", "caption")
 
 
 def draws_to_conditions(module: L.LightningModule) -> bool:
-    """Returns whether a module draws to conditions; batches may have some for one that does not."""
+    """Returns whether a module needs conditions; batches may have some for one that does not."""
     return getattr(module, "draws_to_conditions", False)
 
 
@@ -422,11 +421,11 @@ class _RefusedError(Exception):
 
 
 def draw_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> Any:
-    """Draws with all ranks of a pipeline; collective, inside `Pipeline.relayed`.
+    """Samples with all ranks of a pipeline; collective, inside `Pipeline.relayed`.
 
     Args:
         pipeline: In training.
-        call: What is drawn.
+        call: The call of a pipeline.
         num_patches: Of PipeFusion, which begins with one synchronous step. With 1 all steps are synchronous.
 
     Returns:
@@ -443,7 +442,7 @@ def draw_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> 
 
 
 class StageDrawer:
-    """Runs the denoising loop of one drawing.
+    """Runs the denoising loop of one call.
 
     Args:
         pipeline: In training.

@@ -1,11 +1,11 @@
-"""Quality of samples in training: a metric of torchmetrics over images drawn for captions of validation batches.
+"""Quality of samples in training: a metric of torchmetrics over images sampled for captions of validation batches.
 
     validation batch    real images -> metric; captions are kept         each pipeline those of its own batches
-    end of validation   captions -> samples, drawn as `SampleImages` does -> metric      all ranks together
+    end of validation   captions -> samples, as of `SampleImages`, -> metric               all ranks together
     logged              the metric, over the pipelines side by side
 
 Ranks of a pipeline have the same batches and get the same samples, so that each computes the same state, and one
-of each pipeline counts (`training/metric_sync.py`). Pipelines draw as often as the one with most captions.
+of each pipeline counts (`training/metric_sync.py`). Pipelines sample as often as the one with most captions.
 
 Sources:
     FID, Heusel et al. (2017), https://arxiv.org/abs/1706.08500
@@ -35,20 +35,20 @@ from lightning_diffpipe.errors import ConfigurationError, require_number
 
 
 class SampleMetric(SamplingCallback):
-    """Logs a metric of samples drawn for validation batches, by the model in training; for subclasses.
+    """Logs a metric of samples for validation batches, by the model in training; for subclasses.
 
     Args:
         name: Of what is logged, `val/NAME`.
         metric: On the device while it is computed, on the host else.
-        num_samples: Images drawn, by all pipelines together, or as many as validation has.
-        batch_size: Images that a pipeline draws at once.
+        num_samples: Images that all pipelines sample together, or as many as validation has.
+        batch_size: Images that a pipeline samples at once.
         every_n_steps: Optimizer steps between two measurements, which begin with a validation; None for all of
             them, as `Trainer.val_check_interval` says. `trainer.validate` always measures.
         sampling: Arguments of `SamplingCallback`. The start noise is the same each time, so that values compare.
 
     Raises:
-        ConfigurationError: A number is none that can be; the module cannot draw; or validation has no images, or
-            nothing to draw.
+        ConfigurationError: A number is none that can be; the module cannot sample; or validation has no images, or
+            nothing to sample.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class SampleMetric(SamplingCallback):
         """Adds images of the data to the metric, `(N, 3, H, W)` in [0, 1]."""
 
     def add_samples(self, images: Tensor, prompts: list[Any]) -> None:
-        """Adds samples to the metric, `(N, 3, H, W)` in [0, 1], with what they were drawn for."""
+        """Adds samples to the metric, `(N, 3, H, W)` in [0, 1], with their prompts."""
         raise NotImplementedError
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuses a module that cannot draw."""
+        """Refuses a module that cannot sample."""
         self._next_step = 0
         if stage in ("fit", "validate"):
             self.require_sample(pl_module)
@@ -99,7 +99,7 @@ class SampleMetric(SamplingCallback):
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *args: Any
     ) -> None:
-        """Takes the images of a batch, and what to draw for them."""
+        """Takes the images of a batch, and their prompts and conditions."""
         left = -(-self.num_samples // _share(trainer)[0]) - len(self._prompts)
         if not self._is_due or left <= 0:
             return
@@ -121,7 +121,7 @@ class SampleMetric(SamplingCallback):
             self._conditions += [*rows][:left]
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draws, and logs the metric; every rank takes part."""
+        """Samples, and logs the metric; every rank takes part."""
         if not self._is_due:
             return
         device, reduce = trainer.strategy.root_device, trainer.strategy.reduce
@@ -137,7 +137,7 @@ class SampleMetric(SamplingCallback):
         for draw, start in enumerate(range(0, most, self.batch_size)):
             rows = slice(start, start + self.batch_size)
             prompts = self._prompts[rows]
-            # Where others have more, one is drawn again, with them.
+            # Where others have more, one is sampled again, with them.
             conditions = (self._conditions[rows] or self._conditions[:1]) or None
             given = conditions and self._stacked(conditions, device)
             seed = self.seed + draw * number + place
@@ -248,7 +248,7 @@ class ClipScore(SampleMetric):
 
     Raises:
         OSError: There is no such model.
-        ConfigurationError: The module draws classes.
+        ConfigurationError: The module samples classes.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class ClipScore(SampleMetric):
         super().__init__("clip_score", metric, **options)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuses a module that draws no captions."""
+        """Refuses a module that samples no captions."""
         super().setup(trainer, pl_module, stage)
         if draws_from(pl_module) != "caption":
             raise ConfigurationError(

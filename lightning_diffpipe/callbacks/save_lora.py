@@ -1,4 +1,4 @@
-"""Adapters as files while they are trained, for other programs to draw with.
+"""Adapters as files while they are trained, for other programs to sample with.
 
 A checkpoint has what training needs to go on; these files have the adapters alone, averaged if there are averages.
 """

@@ -103,7 +103,7 @@ class BucketBatches(Sampler[list[int]]):
         batch_size: Samples of a batch.
         last: What becomes of a bucket's last batch if it is incomplete: it is `"filled"` with samples of the bucket
             again, `"dropped"`, or is `"smaller"`.
-        shuffle: Whether samples and batches come in an order drawn from the global generator, or as they are given.
+        shuffle: Whether samples and batches come in a random order, by the global generator, or as they are given.
     """
 
     buckets: Sequence[Sequence[int]]

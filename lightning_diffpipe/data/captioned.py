@@ -223,13 +223,13 @@ class CaptionedDataModule(L.LightningDataModule):
         return self._loader(self.validation_set, shuffle=False)
 
     def held_back_captions(self, count: int) -> list[str]:
-        """Returns up to `count` captions of the samples held back, spread over them, to be drawn while training."""
+        """Returns up to `count` captions of the samples held back, spread over them, for samples in training."""
         return [sample["caption"] for sample in self._held_back(count)]
 
     def held_back_conditions(self, count: int) -> Tensor | list[np.ndarray] | None:
         """Returns conditions of these captions, `(N, 3, H, W)`, or their references; None if there is nothing.
 
-        Of videos without a condition it is the first frame, with which videos begin that are drawn from an image,
+        Of videos without a condition it is the first frame, the condition of models that animate an image,
         and nothing if they have several sizes.
         """
         samples = self._held_back(count)
@@ -248,5 +248,5 @@ class CaptionedDataModule(L.LightningDataModule):
         return [self.validation_set[there[i * len(there) // count]] for i in range(count)]
 
     def _drawn_from(self) -> Sequence[int]:
-        """Returns places of the samples held back of which some are drawn while training."""
+        """Returns the indices of samples held back whose captions may be prompts of samples in training."""
         return range(len(self.validation_set))

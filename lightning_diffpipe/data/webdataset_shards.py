@@ -132,7 +132,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         samples_per_epoch: Training samples in an epoch, over all ranks; a stream has no length. Every epoch begins
             with all shards in an order of its own.
         resolution: Width and height of the images, in pixels.
-        shuffle_buffer: Samples held in memory to be drawn from.
+        shuffle_buffer: Samples held in memory, of which the next one is chosen.
         batch_size: Samples per batch on each data-parallel rank.
         num_workers: Worker processes that decode images; no more than a rank has shards are started.
         seed: Order of shards and samples; the same on every rank.
