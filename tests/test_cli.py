@@ -284,8 +284,10 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("strategy.num_stages=3",
          "strategy.num_stages=3 is more than the 2 ranks; choose between 1 and 2, more ranks, or"),
         ("data.condition=edgez", "data.condition must be one of None, edges; got 'edgez'"),
-        ("data.validation_share=1", "no glyph is left to train on with data.alphabets=['digits', 'latin', "),
-        ("data.alphabets=[]", "no glyph is left to train on with data.alphabets=[] and validation_share"),
+        ("data.validation_share=1",
+         "no glyph is left to train on with data.resolution=64, alphabets=['digits', 'latin', "),
+        ("data.alphabets=[]",
+         "no glyph is left to train on with data.resolution=64, alphabets=[], faces=None, valid"),
         ("ckpt_path=best", "there is no checkpoint best"),
         # History: black images.
         ("callbacks.samples.guidance_scale=nan", "callbacks.samples.guidance_scale must be a number; got nan"),

@@ -89,7 +89,9 @@ class SamplingCallback(L.Callback):
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance.
         seed: Of the start noise.
-        num_patches: Of PipeFusion; see `SampleImages`.
+        num_patches: Of PipeFusion, for a transformer under `strategy="diffpipe"`. With 1, the images follow each
+            other through the stages, and are those of one process but for rounding. More patches keep ranks busy
+            that sample fewer images than there are stages, and are not exact.
 
     Raises:
         ConfigurationError: A number is none that can be.
@@ -179,12 +181,7 @@ class SampleImages(SamplingCallback):
             (`held_back_conditions`) where the module says `draws_to_conditions = True`, given to its `sample` as
             `condition`, and shown above the samples; so are `references` of pipelines that edit images.
         every_n_steps: Optimizer steps between two samplings; None samples at the end of every validation.
-        num_inference_steps: Denoising steps.
-        guidance_scale: Strength of classifier-free guidance.
-        seed: Of the start noise; the same each time, so that images can be compared.
-        num_patches: Of PipeFusion, for a transformer under `strategy="diffpipe"`. With 1, the images follow each
-            other through the stages, and are those of one process but for rounding. More patches keep ranks busy
-            that sample fewer images than there are stages, and are not exact.
+        sampling: Arguments of `SamplingCallback`. The start noise is the same each time, so that images compare.
 
     Raises:
         ConfigurationError: There is nothing to sample, or a number is none that can be.
@@ -194,16 +191,13 @@ class SampleImages(SamplingCallback):
         self,
         prompts: Sequence[str] | None = None,
         every_n_steps: int | None = 500,
-        num_inference_steps: int = 20,
-        guidance_scale: float = 3.0,
-        seed: int = 0,
-        num_patches: int = 1,
+        **sampling: Any,
     ) -> None:
         if isinstance(prompts, str) or (prompts is not None and not prompts):
             raise ConfigurationError(f"prompts must be a list of texts, or None; got {prompts!r}")
         if every_n_steps is not None:
             require_number("every_n_steps", every_n_steps, 1, whole=True)
-        super().__init__(num_inference_steps, guidance_scale, seed, num_patches)
+        super().__init__(**sampling)
         self._named = None if prompts is None else list(prompts)
         self.prompts = self._named
         self.conditions: Tensor | list[Tensor] | None = None
