@@ -166,7 +166,7 @@ def exchange(
 
 @dataclass
 class Alone(Links):
-    """The links of a sampler that has one rank."""
+    """The links of a sampler that has one rank, which sends and receives nothing."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rank: int = 0
@@ -174,24 +174,13 @@ class Alone(Links):
     traffic: Traffic = field(default_factory=Traffic)
     occupies_device: bool = False
 
-    def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
-        """Raises, as there is no other rank to send to."""
-        raise AssertionError(f"one rank alone sends {kind} to {to}")
-
-    def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
-        """Raises, as there is no other rank to receive from."""
-        raise AssertionError(f"one rank alone waits for {kind} of {source}")
-
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
-        """Returns what `make` returns."""
+        """Returns the object that `make` makes."""
         return make()
 
     def gather_object(self, value: Any) -> list[Any]:
         """Returns the value alone."""
         return [value]
-
-    def finish(self) -> None:
-        """Does nothing, as nothing is under way."""
 
 
 # ------------------------------------------------------------------------------------------ processes

@@ -140,9 +140,6 @@ class LoopbackLinks(Links):
             return value_of(outcome)
         return value_of(self._network.take((0, self.rank, "object", turn), "plain data"))
 
-    def finish(self) -> None:
-        """Does nothing, as sends are copies."""
-
 
 @dataclass
 class _FromThread:

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_diffpipe.callbacks import EncodingCache
 from lightning_diffpipe.callbacks.encoding_cache import _covers_data
-from lightning_diffpipe.errors import ConfigurationError
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer, weights_of
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
 from tests.ranks import run_in_turn, run_ranks
@@ -204,11 +203,6 @@ def test_without_a_pipeline_it_says_that_it_does_nothing(tmp_path):
     trainer = quiet_trainer(devices=1, callbacks=[EncodingCache(tmp_path)], max_steps=1)
     with pytest.warns(UserWarning, match="without strategy='diffpipe'"):
         trainer.fit(build(Settings()), datamodule=Data(size=6))
-
-
-def test_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="max_bytes"):
-        EncodingCache(tmp_path, max_bytes=-1)
 
 
 class Draws:

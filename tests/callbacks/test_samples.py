@@ -290,21 +290,6 @@ def test_frames_of_videos_lie_side_by_side(tmp_path):
     assert levels == [round(255 * greys[0, i].item()) for i in range(0, 15, 2)]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"prompts": "a cat"},
-        {"prompts": []},
-        {"prompts": ["a"], "every_n_steps": 0},
-        {"num_inference_steps": 0},
-        {"seed": None},
-    ],
-)
-def test_wrong_settings_are_refused(wrong):
-    with pytest.raises(ConfigurationError, match="must be"):
-        SampleImages(**wrong)
-
-
 def test_images_are_files_without_a_logger_that_takes_them(tmp_path):
     fit(tmp_path, [SampleImages(["a"] * 3, every_n_steps=3)], CSVLogger(tmp_path, "csv", ""))
     paths = sorted((tmp_path / "csv" / "samples").iterdir())
