@@ -74,7 +74,7 @@ def newest(
     Args:
         files: Candidates; links count as what they point to.
         to_train: Training shall go on, so files of weights alone do not count.
-        weights_only: As of `torch.load`.
+        weights_only: Argument of `torch.load`.
 
     Raises:
         CheckpointError: There are files, and none of them can be read; says why of the newest.
@@ -104,8 +104,8 @@ def look_at(
 
     Args:
         path: The file.
-        to_train: It must have all that training goes on from.
-        weights_only: As of `torch.load`.
+        to_train: Whether it must have all that training goes on from.
+        weights_only: Argument of `torch.load`.
 
     Returns:
         What it holds; tensors are read when they are used.
@@ -245,7 +245,7 @@ def chosen(
         trainer: About to fit or to evaluate.
         path: The user's `ckpt_path`.
         fits: Training shall go on; else something is evaluated.
-        weights_only: Likewise the user's.
+        weights_only: The user's argument of that name.
 
     Returns:
         The path; in the place of "last" the newest file that can be read, None if there is no file yet.

@@ -148,7 +148,7 @@ def read_shards(
 
     Args:
         path: The folder.
-        weights_only: As of `torch.load`, for what is no tensor.
+        weights_only: Argument of `torch.load`, for all but tensors.
         wanted: Whether to read a tensor, by its place, such as "optimizer_states.0.state.3.exp_avg". The others'
             names are in their places.
 

@@ -76,11 +76,11 @@ class Coroutine:
 
     Args:
         body: The function. Its context variables, function modes and autocast are those of whoever makes this.
-        infers: It runs in inference mode.
+        infers: Whether it runs in inference mode.
 
     Attributes:
         done: Nothing is left to run.
-        is_cancelled: It was cancelled, or ended with an error.
+        is_cancelled: Whether it was cancelled, or ended with an error.
     """
 
     def __init__(self, body: Callable[[], Any], infers: bool = False) -> None:

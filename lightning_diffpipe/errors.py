@@ -112,7 +112,7 @@ class LostRankError(PipelineTimeoutError):
 
     Args:
         message: Which rank, how, and in which phase.
-        by_signal: It was stopped by SIGTERM.
+        by_signal: Whether it was stopped by SIGTERM.
     """
 
     def __init__(self, message: str, by_signal: bool = False) -> None:
@@ -166,12 +166,12 @@ def require_number(
     """Refuses an argument that is no finite number in its range.
 
     Args:
-        name: Of the argument.
-        value: What was given; true and false are no numbers.
-        least: It must be at least this.
-        most: It must be at most this.
-        above: It must be greater than this.
-        whole: It must be a whole number.
+        name: Name of the argument.
+        value: Value of the argument; true and false are no numbers.
+        least: Smallest value.
+        most: Largest value.
+        above: Bound that the value must exceed.
+        whole: Whether it must be a whole number.
 
     Raises:
         ConfigurationError: It is not.

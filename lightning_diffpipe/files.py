@@ -35,7 +35,7 @@ def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
     """Opens a file next to a path, to which it is moved at the end; after an error nothing is left of it.
 
     Args:
-        path: Where the file shall be; what is there is replaced, also a link.
+        path: Path of the file; a file or link at this path is replaced.
         durable: Wait until the disk has it, so that it survives a power cut.
 
     Raises:

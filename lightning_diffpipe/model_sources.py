@@ -82,8 +82,8 @@ def open_source(
     Args:
         path: A diffusers folder, a hub id that is on this machine, or a training checkpoint.
         leads: Whether this rank encodes prompts and decodes latents.
-        device: Where to compute.
-        dtype: Of all weights; None for that in which the denoiser is stored, but float32 for a checkpoint, and
+        device: Device of the computation.
+        dtype: Type of all weights; None for that in which the denoiser is stored, but float32 for a checkpoint, and
             in the place of float16 on a processor, which computes that many times slower.
         options: Further ones of an `Opening`.
 
@@ -232,8 +232,8 @@ def check_request(
     Args:
         source: The model, whose weights need not be read.
         settings: The request.
-        method: How ranks share the work.
-        num_patches: Of PipeFusion.
+        method: Method by which ranks share the work.
+        num_patches: Patches of PipeFusion.
 
     Raises:
         ConfigurationError: It cannot be served, or not by this method.
@@ -317,10 +317,10 @@ class ModuleSource:
     """A module of this project.
 
     Attributes:
-        cls: Its class.
-        name: Of the denoiser, the first one of a cascade: `"unet"` or `"transformer"`.
-        denoiser: It, or a skeleton of it.
-        weights: Where the weights of a skeleton are.
+        cls: Class of the module.
+        name: Name of the denoiser, the first one of a cascade: `"unet"` or `"transformer"`.
+        denoiser: The denoiser, or a skeleton of it.
+        weights: Weights of a skeleton.
         module: The whole module, on the rank that leads.
         vae: Config of the autoencoder; None if it samples pixels.
         open_part: Skeleton and weights of another denoiser; None for a module in memory.

@@ -69,7 +69,7 @@ class EncodingCache(L.Callback):
     for those that are new.
 
     Args:
-        folder: Where; ranks on several hosts may share it or have their own.
+        folder: Folder of the files; ranks on several hosts may share it or have their own.
         max_bytes: The run stops storing, not reading, after so many bytes; None: no limit.
         min_flops_per_byte: Layers that compute less than this for each byte they give are not stored.
         encode_first: Encode and store all samples before training, in a folder that all ranks share; encoders then
@@ -348,7 +348,7 @@ class EncodingStore:
     """Entries of a memo as files.
 
     Args:
-        folder: Where; made if it is not there.
+        folder: Folder of the files; made if it is not there.
         max_bytes: This process stops writing after so many bytes; None: no limit.
 
     Attributes:

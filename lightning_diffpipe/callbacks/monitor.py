@@ -95,12 +95,12 @@ class PipelineMonitor(L.Callback):
         peak_flops: FLOP/s one device can do, for the MFU; looked up by the device's name if not given.
         images_share: Most of the run's time that may go into drawing images of timelines, the
             last one excepted, which is drawn when training is over.
-        folder: Where report, image and trace go, and the plan with the profile and the cluster it was
+        folder: Folder of report, image and trace, and of the plan with the profile and the cluster it was
             made from; the run's, as the logger has it, if not given. Without either nothing is written.
         progress_bar: Show bubble ratio and samples/s there.
 
     Attributes:
-        numbers: What was logged last, by name.
+        numbers: Numbers that were logged last, by name.
 
     Raises:
         ConfigurationError: A number that cannot be.

@@ -88,10 +88,10 @@ class SamplingCallback(L.Callback):
     Args:
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance.
-        seed: Of the start noise.
-        num_patches: Of PipeFusion, for a transformer under `strategy="diffpipe"`. With 1, the images follow each
-            other through the stages, and are those of one process but for rounding. More patches keep ranks busy
-            that sample fewer images than there are stages, and are not exact.
+        seed: Seed of the start noise.
+        num_patches: Patches of PipeFusion, for a transformer under `strategy="diffpipe"`. With 1, the images follow
+            each other through the stages, and are those of one process but for rounding. More patches keep ranks
+            busy that sample fewer images than there are stages, and are not exact.
 
     Raises:
         ConfigurationError: A number is none that can be.
@@ -137,11 +137,11 @@ class SamplingCallback(L.Callback):
         Collective: pipelines side by side sample at the same time, each as many prompts as it likes.
 
         Args:
-            trainer: Of the training.
-            module: In training.
+            trainer: Trainer of the module.
+            module: Module in training.
             prompts: Texts or class numbers.
             conditions: Conditions, `(len(prompts), 3, H, W)` in [0, 1], or references, as batches have them.
-            seed: Of the start noise; None for that of the callback.
+            seed: Seed of the start noise; None for that of the callback.
 
         Returns:
             `(len(prompts), 3, H, W)` in [0, 1]; videos `(len(prompts), F, 3, H, W)`.
@@ -358,8 +358,8 @@ class SampleImages(SamplingCallback):
 
         Args:
             folder: With the images of all steps so far, the latest among them.
-            rows: What the latest has, in order.
-            columns: How many of them stand in a line of it.
+            rows: Rows of the latest image, in order.
+            columns: Number of samples in a line of it.
         """
         *conditions, images = rows
         height, width = images.shape[-2:]
@@ -418,9 +418,9 @@ def draw_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> 
     """Samples with all ranks of a pipeline; collective, inside `Pipeline.relayed`.
 
     Args:
-        pipeline: In training.
+        pipeline: Pipeline in training.
         call: The call of a pipeline.
-        num_patches: Of PipeFusion, which begins with one synchronous step. With 1 all steps are synchronous.
+        num_patches: Patches of PipeFusion, which begins with a synchronous step. With 1 all steps are synchronous.
 
     Returns:
         What the call returns; None, with the reason in the log, where PipeFusion cannot do it on these stages.
@@ -439,7 +439,7 @@ class StageDrawer:
     """Runs the denoising loop of one call.
 
     Args:
-        pipeline: In training.
+        pipeline: Pipeline in training.
         num_patches: See `draw_on_stages`.
     """
 

@@ -38,7 +38,7 @@ class SampleMetric(SamplingCallback):
     """Logs a metric of samples for validation batches, by the model in training; for subclasses.
 
     Args:
-        name: Of what is logged, `val/NAME`.
+        name: Name of the metric, which is logged as `val/NAME`.
         metric: On the device while it is computed, on the host else.
         num_samples: Images that all pipelines sample together, or as many as validation has.
         batch_size: Images that a pipeline samples at once.

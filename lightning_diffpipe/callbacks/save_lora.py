@@ -18,9 +18,9 @@ class SaveLora(L.Callback):
     """Writes the adapters of a ready-made module every so many steps, into `folder/step=000500`.
 
     Args:
-        folder: Where to.
+        folder: Folder of the files.
         every_n_steps: Optimizer steps between two files.
-        names: As in `PartsModule.save_lora`.
+        names: Names of `PartsModule.save_lora`.
         keep_last: Files of so many of the latest steps stay, and older ones are removed; None for all.
 
     Raises:

@@ -50,7 +50,7 @@ def measure_cluster(
 
     Args:
         group: All ranks of the run, in the backend that training uses; None means one rank.
-        device: Where messages live in training.
+        device: Device of messages in training.
         sizes: Bytes of the messages to time; two different ones at least.
         budget_s: Seconds to spend, about.
 

@@ -101,7 +101,7 @@ class Links(Protocol):
     """One position's way to all others.
 
     Attributes:
-        device: Where received tensors live.
+        device: Device of received tensors.
         occupies_device: Whether receives keep the device busy from when they begin, and so begin late.
     """
 
@@ -238,7 +238,7 @@ class ProcessLinks(Links):
 
         Args:
             groups_of_ranks: Disjoint groups; this rank must be in one of them.
-            device: Of this rank's tensors.
+            device: Device of this rank's tensors.
             backend: "gloo" or "nccl".
             timeout_s: Limit of a wait for a message, in seconds.
             patience_s: Limit of a wait for plain objects, in seconds. If not given, it is that of the watcher where

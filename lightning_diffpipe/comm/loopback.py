@@ -40,7 +40,7 @@ class LoopbackNetwork:
     Attributes:
         link: Speed at which messages leave a rank; None means at once.
         timeout_s: Limit of any wait, in seconds.
-        links: Of each position.
+        links: Links of each position.
 
     Example:
         >>> network = LoopbackNetwork(2)

@@ -78,12 +78,12 @@ def rendezvous(
     (`MASTER_ADDR`, `MASTER_PORT`).
 
     Args:
-        rank: Of this process.
+        rank: Rank of this process.
         num_ranks: Number of all ranks.
         timeout_s: Longest silence of a connected rank, in seconds.
         patience_s: Longest wait for ranks that are not connected, in seconds.
         notice_s: Seconds after which a warning names the ranks that are not connected.
-        watcher: Of this process.
+        watcher: Watcher of this process.
 
     Returns:
         The store of the default process group, made or to be made.

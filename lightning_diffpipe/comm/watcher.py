@@ -87,13 +87,13 @@ class Status:
         phase: Name of its present work.
         state: "left" if it said so before its process ended, "ended" if it did not, "silent" if it stopped sending.
         run: Number of its run; a user may catch a failure, and begin another run.
-        failure: How the rank was lost, or why it ends its run; empty if it does not.
-        follows: It ends its run because it lost another rank.
+        failure: Reason why the rank was lost, or ends its run; empty if it does not.
+        follows: Whether it ends its run because it lost another rank.
         signal: The phase in which it got SIGTERM; empty if it did not.
         turn: Number of the turn, which is what ranks of a Predictor do together, such as drawing.
         step: Steps in this turn so far; -1 before the first one; 0 when it is done, or has nothing to do.
-        refuses: It raised an error in this turn, which it will send to the others.
-        waits: It has been in one wait for other ranks for as long as a rank may be silent.
+        refuses: Whether it raised an error in this turn, which it will send to the others.
+        waits: Whether it has been in one wait for other ranks for as long as a rank may be silent.
         process: Name of its process among those of all hosts (`_process`).
         parent: Name of the process that has started it.
     """
@@ -445,8 +445,8 @@ class Watcher:
         """Connects to rank 0, whose address is in the store, or opens the server to which the others connect.
 
         Args:
-            store: Where ranks meet; its timeout is that of the wait for rank 0.
-            rank: Of this process.
+            store: Store of the ranks; its timeout is that of the wait for rank 0.
+            rank: Rank of this process.
             num_ranks: Number of all ranks.
             timeout_s: Longest silence of a rank, in seconds.
 

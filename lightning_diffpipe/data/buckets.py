@@ -48,7 +48,7 @@ class Sizes:
 
     Attributes:
         resolution: Side of the square whose area no size exceeds; sides are between half and twice of it.
-        step: What sides are multiples of.
+        step: Number of pixels of which sides are multiples.
         enlarge: Whether an image may be given a size in which it is enlarged.
 
     Example:
@@ -101,7 +101,7 @@ class BucketBatches(Sampler[list[int]]):
     Attributes:
         buckets: Places of the samples of each bucket.
         batch_size: Samples of a batch.
-        last: What becomes of a bucket's last batch if it is incomplete: it is `"filled"` with samples of the bucket
+        last: Treatment of a bucket's last batch if it is incomplete: it is `"filled"` with samples of the bucket
             again, `"dropped"`, or is `"smaller"`.
         shuffle: Whether samples and batches come in a random order, by the global generator, or as they are given.
     """

@@ -152,7 +152,7 @@ class CaptionedDataModule(L.LightningDataModule):
     Attributes:
         batch_size: Samples per batch on each data-parallel rank.
         num_workers: Worker processes of each loader.
-        on_error: What becomes of samples that cannot be read: `"raise"` ends the run, `"skip"` takes the next one,
+        on_error: Treatment of samples that cannot be read: `"raise"` ends the run, `"skip"` takes the next one,
             and says their number at the end.
         train_set: Samples trained on.
         validation_set: Samples held back.

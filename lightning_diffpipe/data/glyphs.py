@@ -185,7 +185,7 @@ class GlyphDataModule(CaptionedDataModule):
     Args:
         batch_size: Samples per batch on each data-parallel rank.
         num_workers: Worker processes; drawing a glyph takes about a tenth of a millisecond.
-        condition: What a ControlNet is shown: `"edges"` of the image, or None.
+        condition: Condition of a ControlNet: `"edges"` of the image, or None.
         glyphs: Arguments of `GlyphDataset`: resolution, alphabets, faces, validation_share, shifts_per_axis.
 
     Raises:

@@ -60,9 +60,9 @@ class Folder:
     """A folder of images among several.
 
     Attributes:
-        folder: Its path.
-        repeats: How often an epoch takes each of its images.
-        weight: How much its losses count, such as those of a prior next to a subject.
+        folder: Path of the folder.
+        repeats: Number of times that an epoch takes each of its images.
+        weight: Weight of its losses, such as those of a prior next to a subject.
 
     Raises:
         ConfigurationError: A number that cannot be.
@@ -89,10 +89,10 @@ class FolderSamples(Dataset[Sample]):
     """Images or videos of folders.
 
     Attributes:
-        entries: What is read.
-        shapes: What each is given.
-        augmentation: What differs each time it is read.
-        background: What shows where it is transparent.
+        entries: Images or videos.
+        shapes: Shape of each sample.
+        augmentation: Random crops, mirroring and captions.
+        background: Colour that shows where images are transparent.
         alpha: Whether the alpha channel is the mask.
         is_weighted: Whether samples have weights.
     """
@@ -150,13 +150,13 @@ class ImageFolderDataModule(CaptionedDataModule):
         validation_share: Share of the images that is held back.
         batch_size: Samples per batch on each data-parallel rank.
         num_workers: Worker processes that decode images.
-        condition: What a ControlNet is shown, or a pipeline edits: `"edges"` of the image, or the key of the
+        condition: Condition of a ControlNet, or image to edit: `"edges"` of the image, or the key of the
             metadata that names a second image of the same shape, or a folder of such images; None for nothing.
             With `num_frames` the image that a video begins with; None then for its first frame.
-        references: What a pipeline that edits images makes each of: the key of the metadata that names one image
+        references: Images of which a pipeline makes each: the key of the metadata that names one image
             or a list of them, of any shape, or a folder with one for each; None for nothing. They get sizes as
             images do, and a batch has one number and shape of them.
-        on_error: What becomes of lines and images that cannot be used: `"raise"` ends the run with an error that
+        on_error: Treatment of lines and images that cannot be used: `"raise"` ends the run with an error that
             names file and line, `"skip"` leaves them out and says their number. Broken images are found when
             they are loaded; the next one of the same size takes the place of each.
         num_frames: Successive frames of each file, a video or a folder of frames, out of its middle; of several
@@ -164,19 +164,19 @@ class ImageFolderDataModule(CaptionedDataModule):
         background: Colour that shows where images are transparent: a name, or such as `"#ff8000"`.
         buckets: Whether images keep about their ratio of sides, at about the same area (`buckets.py`), instead of
             the middle square.
-        bucket_step: What sides are multiples of, with buckets.
+        bucket_step: Number of pixels of which sides are multiples, with buckets.
         enlarge: Whether buckets may enlarge images.
-        last_batch: What becomes of a bucket's last batch in an epoch if it is incomplete: it is `"filled"` with
+        last_batch: Treatment of a bucket's last batch in an epoch if it is incomplete: it is `"filled"` with
             samples of the bucket again, `"dropped"`, or is `"smaller"`. Without buckets it is dropped.
-        mask: Where the loss counts: the key of the metadata that names a grey image of the same shape, or a folder
+        mask: Mask of the loss: the key of the metadata that names a grey image of the same shape, or a folder
             of such images, or `"alpha"` for the images' own alpha channel; None for everywhere.
         augmentation: Settings of `Augmentation`: flip, random_crop, shuffle_tags, keep_tags, trigger. With the
             last one images may have no caption.
 
     Attributes:
         train_buckets: Places in `train_set` of the samples of each shape, once it is set up.
-        validation_buckets: Those in `validation_set`.
-        left_out: What is wrong with lines and files that were left out.
+        validation_buckets: Places in `validation_set`, likewise.
+        left_out: Errors of lines and files that were left out.
     """
 
     train_buckets: dict[Shape, list[int]]

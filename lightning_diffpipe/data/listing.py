@@ -35,12 +35,12 @@ class Entry(NamedTuple):
     """An image or video, its caption, files next to it by what they are, and where it was found.
 
     Attributes:
-        path: Of the image.
-        caption: As it is written.
+        path: Path of the image.
+        caption: Caption as it is written.
         companions: Files of a `"condition"`, a `"mask"` and the first, second, ... of `"references"` (in a tuple),
             as far as they are asked for.
         where: The listing and line, or the file of the caption, for messages.
-        weight: How much its loss counts.
+        weight: Weight of its loss.
     """
 
     path: Path
@@ -59,7 +59,7 @@ class Listing:
     """Reads what a folder lists.
 
     Attributes:
-        folder: Where the images are.
+        folder: Folder of the images.
         caption_key: Key, or column, of the caption.
         companions: Keys of files next to each image, by what they are: `{"mask": "masks"}`.
         has_videos: Whether videos are wanted, which are files or folders.

@@ -37,9 +37,9 @@ class Crop:
     """Scales an image until it covers a size, and keeps that size of it.
 
     Attributes:
-        height: Of what is kept, in pixels.
-        width: Of what is kept.
-        down: Where it lies in the scaled image: 0 at the top, 1 at the bottom.
+        height: Height of the crop, in pixels.
+        width: Width of the crop.
+        down: Place of the crop in the scaled image: 0 at the top, 1 at the bottom.
         across: 0 at the left, 1 at the right.
         flipped: Whether it is mirrored, left and right.
     """
@@ -76,7 +76,7 @@ class Augmentation:
         flip: Share of the samples that are mirrored, left and right.
         random_crop: Crop anywhere, not in the middle.
         shuffle_tags: Mix the order of a caption's parts between commas.
-        keep_tags: So many of the first ones stay where they are.
+        keep_tags: Number of first parts that keep their places.
         trigger: Words put in front of captions that do not have them.
 
     Raises:
@@ -123,7 +123,7 @@ def to_pixels(image: Image.Image, crop: Crop, background: str = "white") -> Tens
 
     Args:
         image: Any image of 8 or 16 bits; turned as its EXIF orientation says, and converted to sRGB.
-        crop: What is kept.
+        crop: Size and place of the crop.
         background: Colour that shows where the image is transparent, as PIL knows it.
 
     Returns:
@@ -196,12 +196,12 @@ def read_sample(
     """Reads an image and what lies next to it.
 
     Args:
-        file: In any form that PIL knows.
-        caption: Of the image.
-        crop: What is kept of it, and of what lies next to it.
-        background: As for `to_pixels`.
-        name: What to call the file.
-        companions: Files of a `"condition"` and a `"mask"`, as far as there are some, and what to call them.
+        file: File of the image, in any format of PIL.
+        caption: Caption of the image.
+        crop: Crop of the image, and of the files next to it.
+        background: Argument of `to_pixels`.
+        name: Name of the file in messages.
+        companions: Files of a `"condition"` and a `"mask"`, as far as there are some, with their names.
         alpha: Whether the image's own alpha channel is the mask.
 
     Raises:
@@ -245,9 +245,9 @@ def read_video(path: Path, num_frames: int, crop: Crop, background: str = "white
 
     Args:
         path: A file, or a folder whose images are the frames, in the order of the numbers in their names.
-        num_frames: How many.
-        crop: What is kept of each.
-        background: As for `to_pixels`.
+        num_frames: Number of frames.
+        crop: Crop of each frame.
+        background: Argument of `to_pixels`.
 
     Returns:
         Float32 in [-1, 1], `(3, num_frames, height, width)`.
@@ -339,11 +339,11 @@ def require_same_shape(
     """Refuses a condition or mask that would be cut out elsewhere; it may be larger or smaller.
 
     Args:
-        image: What is learnt.
-        name: Of it, for the message.
-        condition: What belongs to it.
-        its_name: Of the condition.
-        kind: What it is: condition or mask.
+        image: Image of a sample.
+        name: Name of its file, for the message.
+        condition: Condition or mask of the image.
+        its_name: Name of that file.
+        kind: `"condition"` or `"mask"`.
 
     Raises:
         DataError: Width and height have another ratio.

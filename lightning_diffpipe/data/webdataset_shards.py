@@ -119,13 +119,13 @@ class WebDatasetDataModule(CaptionedDataModule):
         batch_size: Samples per batch on each data-parallel rank.
         num_workers: Worker processes that decode images; no more than a rank has shards are started.
         seed: Order of shards and samples; the same on every rank.
-        condition: What a ControlNet is shown: `"edges"` of the image, or the extension under which shards have a
+        condition: Condition of a ControlNet: `"edges"` of the image, or the extension under which shards have a
             second image, such as `"cond.png"`; None for nothing.
-        on_error: What becomes of samples that cannot be used, and of the rest of shards that are cut short:
+        on_error: Treatment of samples that cannot be used, and of the rest of shards that are cut short:
             `"raise"` ends the run with an error that names shard and sample, `"skip"` leaves them out and says
             their number.
         background: Colour that shows where images are transparent: a name, or such as `"#ff8000"`.
-        mask: Where the loss counts: `"alpha"` for the images' alpha channel, or the extension under which shards
+        mask: Mask of the loss: `"alpha"` for the images' alpha channel, or the extension under which shards
             have grey images, such as `"mask.png"`; None for everywhere.
         augmentation: Settings of `Augmentation`: flip, random_crop, shuffle_tags, keep_tags, trigger.
 

@@ -54,7 +54,7 @@ class Explanation:
 
     Attributes:
         parts: Seconds saved without each part, largest first. Parts overlap, so that they need not add up.
-        changes: Those that help, best first. Empty without a profile.
+        changes: Changes that help, best first. Empty without a profile.
     """
 
     plan: PipelinePlan
@@ -116,9 +116,9 @@ def explain(
         plan: A plan with costs, as `find_plan` makes them; without costs only the limit is known.
         profile: With the cluster, lets changes be tried; without, those kept in the plan are listed. Where it is
             another measurement than the plan was made from, the plan's stages are simulated with it first.
-        cluster: Where the plan shall run; changes may use more ranks than it does.
+        cluster: Ranks and links of the run; changes may use more ranks than it does.
         budget_s: Seconds to spend on changes; searches that take longer are cut short.
-        disk_bytes_per_s: What each rank reads, where encodings are stored.
+        disk_bytes_per_s: Rate at which each rank reads stored encodings.
 
     Raises:
         ConfigurationError: A rate that cannot be.

@@ -93,8 +93,8 @@ def measured_timeline(
     """Joins what the ranks of a pipeline recorded.
 
     Args:
-        recorded: By rank, in the order of the program: every instruction with its times.
-        offsets_s: By rank: its clock minus rank 0's.
+        recorded: Instructions with their times, by rank, in the order of the program.
+        offsets_s: Clock of each rank minus that of rank 0.
         placement: Who meets whom when gradients are summed.
 
     Returns:
@@ -312,7 +312,7 @@ def explain_gap(
         plan: The plan with its costs; without costs, or without a flush, only the whole difference is known.
         measured: A timeline of one iteration.
         after_s: Between two pipelines without loading: optimizer, callbacks, logging, checkpoints.
-        loading_s: In which the data loader was waited for there.
+        loading_s: Time there in which the data loader was waited for.
     """
     pipeline_s, planned_s = measured.iteration_s, plan.planned.iteration_s
     parts, unfilled_s = list[GapPart](), None
