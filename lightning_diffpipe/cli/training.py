@@ -23,12 +23,12 @@ from lightning_diffpipe.errors import (
     CheckpointError,
     ConfigurationError,
     raised_by_all,
+    require_choice,
     require_number,
 )
 
 _RUN_ID = "wandb_run_id"
 _BENCH_STEPS = 30
-_SAVE_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def _nodes(config: DictConfig, group: str) -> Iterator[DictConfig]:
@@ -97,11 +97,6 @@ def _build_trainer(config: DictConfig, *further: Any) -> Any:
     loggers = [
         hydra.utils.instantiate(node, **_run_to_go_on_with(config, node)) for node in logger_nodes
     ]
-    for logger in loggers:
-        given = getattr(logger, "_wandb_init", {})
-        # W&B warns of it, though nobody has asked for it.
-        if given.get("anonymous", True) is None:
-            del given["anonymous"]
     return hydra.utils.instantiate(config.trainer, callbacks=callbacks, logger=loggers or False)
 
 
@@ -228,10 +223,9 @@ def _speed_up(config: DictConfig, module: Any) -> None:
     """Chooses kernels of attention, and compiles blocks, as `attention` and `compile` say."""
     from lightning_diffpipe.sampling.tracing.attention import set_attention
 
-    if config.compile not in (None, "blocks"):
-        raise ConfigurationError(
-            f"compile={config.compile}: a network compiled as a whole cannot be cut; take compile=blocks"
-        )
+    require_choice(
+        "compile", config.compile, (None, "blocks")
+    )  # what is compiled as a whole cannot be cut
     denoiser = getattr(module, "denoiser", module)
     if config.attention is not None:  # first: compiling reads it
         set_attention(denoiser, config.attention)
@@ -242,6 +236,17 @@ def _speed_up(config: DictConfig, module: Any) -> None:
             raise ConfigurationError(
                 f"compile={config.compile}: {type(denoiser).__name__} cannot: {error}"
             ) from error
+
+
+def _require_exports(config: DictConfig, module: Any) -> None:
+    """Raises ConfigurationError, before training, for files that could not be written after it, and for groups."""
+    if config.save_lora is not None:
+        module.lora_weights(config.save_lora_names)
+    if config.save_to is not None and hasattr(module, "refuse_folder"):
+        module.refuse_folder(config.save_to)
+    if hasattr(module, "optimization"):
+        with named({"groups": "model.optimization.groups"}):
+            module.optimization.parameter_groups(module)
 
 
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")
@@ -266,11 +271,7 @@ def run_training(config: DictConfig) -> Any:
                 f"{config.trainer.fast_dev_run} writes none; leave fast_dev_run out"
             )
     _require_lora(config)
-    if config.save_to is not None and config.save_dtype not in _SAVE_DTYPES:
-        raise ConfigurationError(
-            f"save_dtype={config.save_dtype!r} is no type that weights are saved in; choose "
-            f"{', '.join(_SAVE_DTYPES[:-1])} or {_SAVE_DTYPES[-1]}"
-        )
+    require_choice("save_dtype", config.save_dtype, ("float16", "bfloat16", "float32"))
     _require_checkpoint(config)
     prepare(config)
     # Once nothing is refused any more: the first that is logged begins a run.
@@ -283,20 +284,14 @@ def run_training(config: DictConfig) -> Any:
     with raised_by_all():
         trainer.callbacks += _callbacks_that_save(config)  # after that which averages weights
     data = hydra.utils.instantiate(config.data)
-    if hasattr(data, "read_files") and own_rank() == 0:  # looks at what is listed
+    if hasattr(data, "read_files") and own_rank() == 0:
         with named({"folder": "data.folder"}):
             data.read_files()
     module = module_of(config)
     _require_sizes(module, data, config)
-    with raised_by_all():  # what cannot be written is refused now
+    with raised_by_all():
         _speed_up(config, module)
-        if config.save_lora is not None:
-            module.lora_weights(config.save_lora_names)
-        if config.save_to is not None and hasattr(module, "refuse_folder"):
-            module.refuse_folder(config.save_to)
-        if hasattr(module, "optimization"):
-            with named({"groups": "model.optimization.groups"}):
-                module.optimization.parameter_groups(module)
+        _require_exports(config, module)
     path = config.ckpt_path
     if path == "last" and not isinstance(trainer.strategy, DiffPipeStrategy):
         path = chosen(trainer, path, fits=True)  # which ours does by itself
