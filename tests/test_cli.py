@@ -370,9 +370,9 @@ class Own:
 @pytest.mark.parametrize(
     ("wrong", "message", "code"),
     [
-        ("assertion", "test_cli.Own': AssertionError (", "raise AssertionError"),
-        ("key", "test_cli.Own': KeyError: 'foo' (", '{}["foo"]'),
-        ("library", "test_cli.Own': JSONDecodeError: Expecting property name", 'json.loads("{")'),
+        ("assertion", "model: AssertionError (", "raise AssertionError"),
+        ("key", "model: KeyError: 'foo' (", '{}["foo"]'),
+        ("library", "model: JSONDecodeError: Expecting property name", 'json.loads("{")'),
     ],
 )
 def test_what_goes_wrong_in_a_constructor_is_printed_with_its_place(
@@ -382,8 +382,7 @@ def test_what_goes_wrong_in_a_constructor_is_printed_with_its_place(
     monkeypatch.chdir(tmp_path)
     own = ["~model", "+model._target_=tests.test_cli.Own", f"+model.wrong={wrong}"]
     _, _, err = call(capsys, monkeypatch, "train", *own, "trainer.devices=1")
-    assert err.startswith("diffpipe train: Error in call to target 'tests.")
-    assert message in err
+    assert err.startswith(f"diffpipe train: {message}")
     line = int(re.search(r"test_cli\.py:(\d+)\)", err)[1])
     assert Path(__file__).read_text().splitlines()[line - 1].strip() == code
 

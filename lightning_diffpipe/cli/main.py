@@ -11,7 +11,6 @@ import re
 import signal
 import string
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -32,13 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from lightning_diffpipe.cli.launch import announce_loading, own_rank, print_to_nobody, quoted
-from lightning_diffpipe.cli.values import (
-    POSITIONS,
-    VERBS,
-    in_settings,
-    is_of_library,
-    refuse_values,
-)
+from lightning_diffpipe.cli.values import POSITIONS, VERBS, in_settings, refuse_values
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
 # Flags of Hydra that print something, and run nothing.
@@ -178,14 +171,7 @@ def _print_help(config: DictConfig) -> None:
 def _explain(error: Exception) -> str:
     """Says in one line what is wrong, in Hydra's words where it found that out, without those about its inside."""
     if isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
-        cause = error.__cause__
-        if not isinstance(cause, DiffPipeError | HydraException | OmegaConfBaseException):
-            message = f"{type(cause).__name__}: {cause}".removesuffix(": ")
-            frames = traceback.extract_tb(cause.__traceback__)
-            # The user's own code, or else what failed.
-            place = ([f for f in frames if not is_of_library(f.filename)] or frames)[-1]
-            return f"{str(error).splitlines()[0]} {message} ({place.filename}:{place.lineno})"
-        error = cause
+        error = error.__cause__
     if isinstance(error, DiffPipeError):
         return str(error)
     if isinstance(error, OverrideParseException) and "=" in error.override:

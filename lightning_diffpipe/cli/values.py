@@ -130,10 +130,7 @@ def with_settings(message: str, arguments: Mapping[str, str]) -> str:
 
 
 def in_settings(error: InstantiationException, config: DictConfig) -> Exception:
-    """Returns what went wrong when something was built, about the setting that it names.
-
-    An error of installed code gets the name of what was built; one of the user's code stays.
-    """
+    """Returns the error of what was built with the name of its setting, and the place if it is in code of the user."""
     cause, full_key = error.__cause__, re.search(r"^full_key: (\S+)", str(error), re.MULTILINE)
     if full_key is None or not isinstance(cause, Exception):
         return error
@@ -142,14 +139,15 @@ def in_settings(error: InstantiationException, config: DictConfig) -> Exception:
         settings = {str(name): f"{key}.{name}" for name in OmegaConf.select(config, key) or ()}
         cause.args = (with_settings(str(cause), settings), *cause.args[1:])
         return error
-    if not all(is_of_library(f.filename) for f in traceback.extract_tb(cause.__traceback__)):
-        return error
-    refusal = ConfigurationError(f"{key}: {type(cause).__name__}: {' '.join(str(cause).split())}")
+    text = " ".join(f"{type(cause).__name__}: {cause}".removesuffix(": ").split())
+    frames = traceback.extract_tb(cause.__traceback__)
+    places = [f" ({f.filename}:{f.lineno})" for f in frames if not _is_of_library(f.filename)]
+    refusal = ConfigurationError(f"{key}: {text}{places[-1] if places else ''}")
     refusal.__cause__ = cause
     return refusal
 
 
-def is_of_library(path: str) -> bool:
+def _is_of_library(path: str) -> bool:
     """Returns whether code was installed, with Python or as a package."""
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = {Path(sysconfig.get_path(kind)) for kind in kinds}
