@@ -112,7 +112,7 @@ class EncodingCache(L.Callback):
         self.memo, self._store, self._passes, self._found_before = None, None, 0, (0, 0)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Says where it does nothing."""
+        """Warns if there is no pipeline, so that it does nothing."""
         if getattr(trainer.strategy, "pipeline", None) is None:
             rank_zero_warn(
                 "EncodingCache does nothing without strategy='diffpipe', which finds the frozen layers"
@@ -127,7 +127,7 @@ class EncodingCache(L.Callback):
             self._begin(trainer, pipeline, batch if _encoding_ranks(pipeline)[1] else None)
 
     def _begin(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any) -> None:
-        """Calls those layers through a memo from now on that can be stored, by a batch; none without one."""
+        """Lets a memo answer calls of layers whose outputs for a batch can be stored; of none without one."""
         names = frozenset[str]() if batch is None else self._choose(trainer, pipeline, batch)
         mesh, share = pipeline.mesh, self.max_bytes and self.max_bytes // trainer.world_size
         self._store = EncodingStore(self.folder, share)
@@ -182,7 +182,7 @@ class EncodingCache(L.Callback):
         )  # fmt: skip
 
     def _begin_with(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, again: Any) -> str:
-        """Stores the first batch, which has been read twice; returns why it cannot be stored for good, if so."""
+        """Stores the first batch, which has been read twice; returns the reason if training cannot rely on that."""
         if batch is not None:  # without a store, in which layers that mix samples would not be seen
             self._run(trainer, pipeline, batch, 0)
         self._begin(trainer, pipeline, batch)
@@ -233,7 +233,7 @@ class EncodingCache(L.Callback):
             )
 
     def _choose(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any) -> frozenset[str]:
-        """Returns names of modules to remember; notes why the other frozen ones are not."""
+        """Returns names of modules whose outputs are stored; `refused` has reasons for other frozen ones."""
         steps = pipeline.engine.layout.steps
         microbatch = microbatches(batch, pipeline.plan.num_microbatches, steps.form)[0]
         partitioned = steps.of(microbatch, pipeline.seed)
@@ -309,7 +309,7 @@ def _num_encoding(pipeline: Pipeline) -> int:
 
 
 def _encoding_ranks(pipeline: Pipeline) -> tuple[int, int]:
-    """Returns the number of this rank among those that encode, and how many do; none if it does not."""
+    """Returns the number of this rank among those that encode, and their count; 0 and 0 for other ranks."""
     count = _num_encoding(pipeline)
     index = pipeline.mesh.local_rank - (pipeline.mesh.layout.ranks_per_pipeline - count)
     return (index, count) if index >= 0 else (0, 0)
@@ -326,7 +326,7 @@ def _frozen_view(pipeline: Pipeline, partitioned: PartitionedStep) -> FrozenView
 
 
 def _covers_data(trainer: L.Trainer) -> bool:
-    """Returns whether every pass brings most of the samples; unknown of streams and samplers without a length."""
+    """Returns whether each pass has most of the samples; False for streams and samplers without a length."""
     combined = trainer.fit_loop._combined_loader
     strategy = trainer.strategy
     share = 1 / strategy.distributed_sampler_kwargs["num_replicas"]
