@@ -120,7 +120,7 @@ class Coroutine:
             raise error
 
     def pause(self) -> None:
-        """Hands control back, from inside, until `resume`."""
+        """Returns control to the owner, from inside, until `resume`."""
         if not self.is_cancelled:
             self._back.release()
             self._go.acquire()
@@ -188,6 +188,6 @@ class _ThreadSettings:
             yield
 
     def follow_stream(self) -> None:
-        """Gives work to the stream the owner is using now, so that order needs no events."""
+        """Enters the stream that the owner uses now, so that order needs no events."""
         if self.stream is not None:
             torch.cuda.set_stream(self.stream)

@@ -90,7 +90,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Gives errors of the disk the path the user knows; whoever writes may raise others on top of them."""
+    """Turns errors of the disk, also those beneath errors of a writer, into an OSError with the user's path."""
     before = sys.exc_info()[1]
     try:
         yield

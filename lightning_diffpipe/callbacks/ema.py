@@ -142,14 +142,14 @@ class EMA(L.Callback):
     @staticmethod
     @contextmanager
     def averaged_in(trainer: L.Trainer, module: nn.Module) -> Iterator[None]:
-        """Gives the module the averaged weights of a trainer's callback inside, if it has one; see `averaged`."""
+        """Puts the averages of a trainer's callback, if it has one, in the place of the weights; see `averaged`."""
         averages = [callback for callback in trainer.callbacks if isinstance(callback, EMA)]
         with averages[0].averaged(module) if averages else nullcontext():
             yield
 
     @contextmanager
     def averaged(self, module: nn.Module) -> Iterator[None]:
-        """Gives the module the averaged weights inside.
+        """Puts the averages in the place of the module's weights inside.
 
         After a training in stages a rank has those of its own stage only; `from_checkpoint` has all.
 
@@ -207,5 +207,5 @@ class EMA(L.Callback):
         return {"averages": dict(self.averages), "num_updates": self._num_updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps the stored averages until it is known which of them live here."""
+        """Keeps the stored averages until training starts, when this rank's are known."""
         self._restored = state_dict

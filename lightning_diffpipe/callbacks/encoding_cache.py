@@ -121,7 +121,7 @@ class EncodingCache(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Finds out with the first batch which layers can be stored."""
+        """Chooses the layers that can be stored, with the first batch."""
         pipeline: Pipeline | None = getattr(trainer.strategy, "pipeline", None)
         if pipeline is not None and self.memo is None:
             self._begin(trainer, pipeline, batch if _encoding_ranks(pipeline)[1] else None)

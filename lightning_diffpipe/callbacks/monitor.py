@@ -144,7 +144,7 @@ class PipelineMonitor(L.Callback):
     # ------------------------------------------------------------------------------------- hooks
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forgets the run before; finds out where to write, which all ranks must ask together."""
+        """Resets the counts, and chooses the folder, which all ranks must ask for together."""
         self._reset()
         run = run_folder(trainer)
         if not trainer.fast_dev_run:  # which leaves the files of other runs alone
@@ -185,7 +185,7 @@ class PipelineMonitor(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the step; at every n-th one all ranks look closely at it."""
+        """Counts the step; at every n-th one all ranks collect its times."""
         clock = self._clock
         ended_s = time.perf_counter()
         self._num_steps += 1

@@ -218,7 +218,7 @@ class SampleImages(SamplingCallback):
         )
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets what was read for an earlier run; a checkpoint of this one is still to be read."""
+        """Resets what was read for an earlier run, before a checkpoint of this one is read."""
         self._restored = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -535,7 +535,7 @@ class StageDrawer:
 
     @contextlib.contextmanager
     def _everything_needed(self, model: nn.Module, setting: PipeFusionSetting) -> Iterator[None]:
-        """Gives this rank inside all that it runs: its own blocks, and what lies between blocks."""
+        """Loads all parameters that this rank runs inside: its own blocks, and the layers between blocks."""
         needed, parameters = list[set[str]](), dict(model.named_parameters())
         for rank in range(self._mesh.layout.ranks_per_pipeline):
             names = resident_parameters(model, setting.layout, setting.stages, rank)

@@ -41,7 +41,7 @@ def own_rank() -> int:
 
 @functools.cache
 def announce_loading() -> None:
-    """Says once that imports will take seconds, unless they are done; without advice to install torchvision."""
+    """Prints once that imports take seconds, unless they are done; silences advice to install torchvision."""
     logging.getLogger("transformers.utils.import_utils").addFilter(
         lambda record: "requires torchvision" not in record.getMessage()
     )
@@ -143,13 +143,13 @@ def say(text: str) -> None:
 
 
 def print_to_nobody() -> None:
-    """Lets what is printed go nowhere from now on, with what is left in the buffer, an error when Python ends."""
+    """Redirects standard output to nowhere, with the rest of its buffer, which would fail when Python ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
 def _ended_with(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Gives SIGTERM on to processes that this one has started, and leaves the block with its exit code."""
+    """Passes SIGTERM on to child processes, and leaves the block with its exit code."""
 
     def end(*_: Any) -> None:
         for child in children:
@@ -173,7 +173,7 @@ def num_ranks_of(values: dict[str, Any]) -> int:
 
 
 def share_cores(values: dict[str, Any], num_ranks: int) -> None:
-    """Lets processes on one machine not fight for its cores."""
+    """Divides the cores of a machine among its processes."""
     if values["num_threads"] is None and num_ranks > 1:
         import torch
 

@@ -169,7 +169,7 @@ def _print_help(config: DictConfig) -> None:
 
 
 def _explain(error: Exception) -> str:
-    """Says in one line what is wrong, in Hydra's words where it found that out, without those about its inside."""
+    """Returns an error in one line; of Hydra's without words about its inside."""
     if isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, DiffPipeError):

@@ -144,7 +144,7 @@ def _checkpoint_folders(config: DictConfig) -> list[Path]:
 
 
 def _require_files(config: DictConfig) -> None:
-    """Finds out before processes start whether files to plan with can be read, and others can be written."""
+    """Raises ConfigurationError for files of plans that cannot be read, and for others that cannot be written."""
     from lightning_diffpipe.planning.plan import PipelinePlan
     from lightning_diffpipe.planning.profile import ModelProfile
 

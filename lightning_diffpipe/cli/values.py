@@ -107,7 +107,7 @@ def refuse_values(config: DictConfig) -> None:
 
 @contextmanager
 def named(arguments: Mapping[str, str]) -> Iterator[None]:
-    """Gives arguments in errors the names of their settings, such as `{"num_stages": "strategy.num_stages"}`."""
+    """Replaces arguments in errors by their settings, such as `{"num_stages": "strategy.num_stages"}`."""
     try:
         yield
     except DiffPipeError as error:
@@ -157,7 +157,7 @@ def _is_of_library(path: str) -> bool:
 
 @contextmanager
 def file_errors(verb: str, path: str) -> Iterator[None]:
-    """Says in a line why a file that the user named cannot be read or written."""
+    """Turns errors of a file that the user named into a ConfigurationError of one line."""
     try:
         yield
     except OSError as error:

@@ -191,7 +191,7 @@ class CaptionedDataModule(L.LightningDataModule):
         self.train_set, self.validation_set = made
 
     def teardown(self, stage: str) -> None:
-        """Says how many samples were left out."""
+        """Warns how many samples were left out."""
         for name in ("train", "validation"):
             samples = getattr(self, f"{name}_set", None)
             if isinstance(samples, Readable) and (count := int(samples.left_out.sum())):

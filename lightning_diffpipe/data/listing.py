@@ -229,7 +229,7 @@ class Listing:
         return Entry(self._there(path, str(path)), caption, companions, where)
 
     def _there(self, path: Path, where: str) -> Path:
-        """Looks at a file from outside, as images are opened in training only."""
+        """Returns a path to a file that is not empty, or raises DataError; images are opened in training only."""
         if self.has_videos and path.is_dir():
             return path
         try:

@@ -237,7 +237,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         return sample
 
     def teardown(self, stage: str) -> None:
-        """Says how many samples were left out."""
+        """Warns how many samples were left out."""
         if count := int(self._left_out.sum()):
             rank_zero_warn(
                 f"{count} times a sample or the rest of a shard could not be read and was left out (on_error=skip)"
