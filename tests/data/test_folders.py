@@ -166,22 +166,6 @@ def test_photographs_stand_upright(tmp_path, form):
     assert upright(data.train_set[0]["image"])
 
 
-def test_a_missing_index_says_what_to_write(tmp_path):
-    data = ImageFolderDataModule(str(tmp_path))
-    with pytest.raises(
-        ConfigurationError, match=r"lists no image; give each a line of metadata.jsonl"
-    ):
-        data.setup("fit")
-
-
-def test_a_malformed_line_is_named(tmp_path):
-    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a"}\n{"file": "b"}')
-    (tmp_path / "a.png").write_bytes(photograph(format="PNG"))
-    data = ImageFolderDataModule(str(tmp_path))
-    with pytest.raises(DataError, match=r"line 2: expected 'file_name' and 'text'.* found '..file"):
-        data.setup("fit")
-
-
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_captions_may_hold_any_character_that_json_allows(tmp_path, end):
     """History: lines were cut at U+2028, U+2029 and U+0085 inside of captions."""
@@ -397,6 +381,7 @@ LINES = {
     b'{"file_name": "empty.png", "text": "b"}': r"empty.png is empty \(0 bytes\)",
     b'{"file_name": ".", "text": "b"}': "is no file",
     b'["a.png", "a"]': "expected 'file_name' and 'text', as in",
+    b'{"file": "b"}': "expected 'file_name' and 'text', as in .* found '..file",
 }
 
 
@@ -412,18 +397,13 @@ def test_a_line_that_cannot_be_used_is_named_before_training(tmp_path, line):
 
 def test_folders_without_images_to_train_on_are_refused(tmp_path):
     """History: an empty file ended in torch's own error about `num_samples=0`."""
-    (tmp_path / "metadata.jsonl").touch()
-    with pytest.raises(
-        ConfigurationError, match=r"lists no image; give each a line of metadata.jsonl"
-    ):
-        ImageFolderDataModule(tmp_path).setup("fit")
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="lists no image; give each a line of metada"):
+            ImageFolderDataModule(tmp_path).setup("fit")
+        (tmp_path / "metadata.jsonl").touch()
     write_folder(tmp_path, 2)
     with pytest.raises(ConfigurationError, match=r"all 2 images .* are held back"):
         ImageFolderDataModule(tmp_path, validation_share=1.0).setup("fit")
-    with pytest.raises(
-        ConfigurationError, match="on_error must be one of raise, skip; got 'ignore'"
-    ):
-        ImageFolderDataModule(tmp_path, on_error="ignore")
 
 
 def test_a_line_of_pixels_is_read_at_once():
