@@ -67,17 +67,11 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
 
 
-def _make_strategy(**arguments: Any) -> DiffPipeStrategy:
-    from lightning_diffpipe.training.strategy import DiffPipeStrategy
-
-    return DiffPipeStrategy(**arguments)
-
-
 def _register(registry: Any) -> None:
     if "diffpipe" not in registry:
         registry.register(
             "diffpipe",
-            _make_strategy,
+            lambda **arguments: __getattr__("DiffPipeStrategy")(**arguments),
             description="Trains diffusion models as a pipeline with frozen encoders shared by all ranks",
         )
 

@@ -114,11 +114,12 @@ def test_images_come_with_every_validation_and_averaged_weights(tmp_path):
     draw = samples.draw
     samples.draw = lambda trainer, module: drawn.append(draw(trainer, module)) or drawn[-1]
     settings = {"limit_val_batches": 1, "val_check_interval": 2, "max_steps": 4}
-    ema, module = EMA(decay=0.0), Painter()
+    ema, module = EMA(decay=0.5), Painter()
     trainer = fit(tmp_path, [ema, samples], logger, module, **settings)
     assert [step for _, _, step, _ in logger.images] == [2, 4]
     averaged = ema.averages["layer.weight"][0, 0].sigmoid()
     torch.testing.assert_close(drawn[-1].mean(), averaged)
+    assert not torch.isclose(averaged, module.layer.weight[0, 0].sigmoid(), rtol=1e-4)
     assert trainer.state.finished
 
 
