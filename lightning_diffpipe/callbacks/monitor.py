@@ -192,7 +192,7 @@ class PipelineMonitor(L.Callback):
         self._interval.all_steps += 1
         if self._num_steps > 1:  # the first step compiles, allocates and connects
             self._interval.steps += 1
-            self._interval.samples += num_samples(trainer, batch) * num_pipelines(trainer)
+            self._interval.samples += num_samples(trainer, batch) * pipeline_of(trainer)[1]
             self._interval.seconds += ended_s - clock.began_s + clock.between_s
         result = getattr(trainer.strategy, "last_step", None)
         if result is not None:
@@ -415,7 +415,7 @@ def num_samples(trainer: L.Trainer, batch: Any) -> int:
     return count_samples(batch) or 0 if result is None else int(result.num_samples)
 
 
-def num_pipelines(trainer: L.Trainer) -> int:
-    """Returns the number of batches that are trained side by side."""
-    kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-    return int(kwargs.get("num_replicas", 1))
+def pipeline_of(trainer: L.Trainer) -> tuple[int, int]:
+    """Returns the number of this pipeline among those that share out the data, and the number of these."""
+    sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return sampling.get("rank", 0), sampling.get("num_replicas", 1)

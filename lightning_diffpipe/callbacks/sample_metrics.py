@@ -26,6 +26,7 @@ from torchmetrics import Metric
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.multimodal.clip_score import CLIPScore
 
+from lightning_diffpipe.callbacks.monitor import pipeline_of
 from lightning_diffpipe.callbacks.sample_images import (
     SamplingCallback,
     draws_from,
@@ -100,7 +101,7 @@ class SampleMetric(SamplingCallback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *args: Any
     ) -> None:
         """Takes the images of a batch, and their prompts and conditions."""
-        left = -(-self.num_samples // _share(trainer)[0]) - len(self._prompts)
+        left = -(-self.num_samples // pipeline_of(trainer)[1]) - len(self._prompts)
         if not self._is_due or left <= 0:
             return
         wanted = ["image", draws_from(pl_module)]
@@ -133,7 +134,7 @@ class SampleMetric(SamplingCallback):
                 f"{'a pipeline' if most else 'anybody'}; take a larger data.validation_share, or leave it out "
                 f"(callbacks.{self.name}=null)"
             )
-        number, place = _share(trainer)
+        place, number = pipeline_of(trainer)
         for draw, start in enumerate(range(0, most, self.batch_size)):
             rows = slice(start, start + self.batch_size)
             prompts = self._prompts[rows]
@@ -159,12 +160,6 @@ class SampleMetric(SamplingCallback):
         if is_condition:
             return torch.stack(rows).to(device)
         return [np.stack(column) for column in zip(*rows, strict=True)]
-
-
-def _share(trainer: L.Trainer) -> tuple[int, int]:
-    """Returns how many pipelines share out the data, and which one this is."""
-    share = getattr(trainer, "distributed_sampler_kwargs", None)
-    return (share["num_replicas"], share["rank"]) if share else (1, 0)
 
 
 class FID(SampleMetric):
