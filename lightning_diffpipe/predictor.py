@@ -5,7 +5,7 @@
 
 The journey of a request:
 
-    rank 0     prompts -> text encoders -> start noise -> Call          sampling/call.py, record.py
+    rank 0     prompts -> text encoders -> start noise -> Call          sampling/dry_run.py, record.py
     all ranks  Call, broadcast -> this rank's share of samples, branch  sampling/call.py, mesh.py
     all ranks  denoising steps, this rank's layers or rows of them      sampling/pipefusion/, distrifusion/
     all ranks  latents -> tiles or images, decoded -> rank 0          sampling/decoding.py
@@ -50,9 +50,10 @@ from lightning_diffpipe.model_sources import (
     refuse_module,
     source_of_module,
 )
-from lightning_diffpipe.sampling.call import Call, told_apart
+from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.decoding import Decoding
 from lightning_diffpipe.sampling.digests import Identity, refuse_other_models, refuse_other_request
+from lightning_diffpipe.sampling.dry_run import observe_samples
 from lightning_diffpipe.sampling.methods import (
     Chooser,
     MethodOptions,
@@ -320,7 +321,7 @@ class Predictor:
             nonlocal has_begun
             has_begun = True
             if self._divides():
-                call = told_apart(call)
+                call = observe_samples(call)
             if self._world.num_ranks > 1 and self.options.decoding == "auto":
                 self._decoding.divide_in(call.pipeline)
             latents = self._sample(broadcast(lambda: (settings.as_texts(), call.packed()))[1])

@@ -32,13 +32,12 @@ from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     refuse_without_normaliser,
 )
 from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
+from lightning_diffpipe.sampling.report import RankReport, SamplingStatistics
 from lightning_diffpipe.sampling.request import OneProcess, Request, Sampler
 from lightning_diffpipe.sampling.skeleton import load_weights
 from lightning_diffpipe.sampling.source import Source
-from lightning_diffpipe.sampling.statistics import SamplingStatistics
 from lightning_diffpipe.sampling.step_caches import refuse_cache, refuse_cache_of, step_cache_named
-from lightning_diffpipe.sampling.tracing.attention import set_attention
-from lightning_diffpipe.sampling.tracing.compiled import compile_blocks
+from lightning_diffpipe.sampling.tracing.attention import compile_blocks, set_attention
 from lightning_diffpipe.sampling.world import World
 
 _WARMUP_STEPS = {"distrifusion": 4, "naive": 0}
@@ -128,27 +127,6 @@ class MethodOptions:
         if self.warmup_steps is None:
             return _WARMUP_STEPS.get(self.method, 1)
         return self.warmup_steps
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What one rank did in one request.
-
-    Attributes:
-        options: What was decided.
-        statistics: Of the sampler, empty on ranks without a prompt; with what was sent outside of it: between
-            halves of guidance, and final latents to rank 0.
-        resident_bytes: Bytes of the denoiser's parameters on this rank.
-        whole_bytes: Bytes of all its parameters.
-        is_finite: Whether the final latents of this rank's share of the prompts are.
-    """
-
-    options: MethodOptions
-    num_steps: int
-    statistics: SamplingStatistics
-    resident_bytes: int
-    whole_bytes: int
-    is_finite: bool
 
 
 def options_taken(method: str) -> set[str]:

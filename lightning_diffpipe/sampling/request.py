@@ -30,12 +30,12 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Links
 from lightning_diffpipe.errors import ConfigurationError, SamplingError, require_number
+from lightning_diffpipe.sampling.report import SamplingStatistics, measured
 from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
     takes_generator,
     with_host_timesteps,
 )
-from lightning_diffpipe.sampling.statistics import SamplingStatistics, measured
 from lightning_diffpipe.sampling.step_caches import StepCache
 from lightning_diffpipe.sampling.tracing.attention import KernelsAnswered
 

@@ -33,8 +33,9 @@ from lightning_diffpipe.errors import (
 from lightning_diffpipe.graph.fakes import shapes_without_values
 from lightning_diffpipe.graph.placement import keep_stored, note_stored_bytes, quantize_all
 from lightning_diffpipe.quantization import quantizations_of, quantize_components
-from lightning_diffpipe.sampling.call import Call, dry_run_of
+from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.digests import Identity, as_texts
+from lightning_diffpipe.sampling.dry_run import dry_run_of
 from lightning_diffpipe.sampling.ip_adapters import (
     load_image_encoder,
     refuse_images,

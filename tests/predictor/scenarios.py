@@ -17,8 +17,8 @@ from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.pipefusion import sampler as pipefusion
+from lightning_diffpipe.sampling.report import SamplingStatistics
 from lightning_diffpipe.sampling.skeleton import load_weights
-from lightning_diffpipe.sampling.statistics import SamplingStatistics
 from lightning_diffpipe.sampling.world import World
 from tests.modules.tiny_parts import perturbed_latent_diffusion
 from tests.nccl_like import pretend_nccl

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.sampling.call import dry_run_of
+from lightning_diffpipe.sampling.dry_run import dry_run_of
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import InputScaler, OneProcess, Request

@@ -36,9 +36,9 @@ from lightning_diffpipe.sampling.tracing.attention import (
     Attend,
     AttentionByName,
     AttentionIntercepted,
+    compiled_modules,
 )
 from lightning_diffpipe.sampling.tracing.blocks import cut_arguments
-from lightning_diffpipe.sampling.tracing.compiled import compiled_modules
 from lightning_diffpipe.sampling.tracing.layout import (
     BETWEEN,
     WHOLE,

@@ -24,9 +24,9 @@ from lightning_diffpipe.sampling.pipefusion.kv_cache import KvCache, PartAttenti
 from lightning_diffpipe.sampling.pipefusion.patch import PartRun, PartRunner, Slices
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import SEQUENCE_MODES
 from lightning_diffpipe.sampling.pipefusion.stages import Stages
+from lightning_diffpipe.sampling.report import Stopwatch
 from lightning_diffpipe.sampling.request import Complete, Loop, Request
 from lightning_diffpipe.sampling.schedulers import PatchSchedulers
-from lightning_diffpipe.sampling.statistics import Stopwatch
 from lightning_diffpipe.sampling.step_caches import DECISION, StepCache
 from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Units
 

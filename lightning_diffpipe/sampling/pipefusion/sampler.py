@@ -11,8 +11,18 @@ The last rank steps the scheduler, patch by patch, and sends the rows back to th
 once per step, together with one patch. What comes out depends on the number of patches and on the synchronous
 steps, never on the number of ranks: one rank alone is the emulator.
 
+Sequence parallelism is a stage of PipeFusion by itself, with one patch: every rank has the whole model and a part
+of the tokens, those of the text included, and nothing is stale. Every call of attention communicates, so it needs
+fast links; in return it is exact, has no warm-up and suits models of few steps. At the end of a step ranks share
+their rows of the prediction, and each steps the scheduler on all rows, so that any scheduler will do.
+
+    rank 0    tokens 0-3 ──┬─ attention ─┬─ rest of the block ──┬─ ...
+    rank 1    tokens 4-7 ──┘             └─ rest of the block ──┘
+
 Source:
     PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
+    DeepSpeed Ulysses, Jacobs et al. (2023), https://arxiv.org/abs/2309.14509
+    Ring attention, Liu et al. (2023), https://arxiv.org/abs/2310.01889
 """
 
 from collections.abc import Callable, Sequence
@@ -31,10 +41,10 @@ from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     refuse_mode,
 )
 from lightning_diffpipe.sampling.pipefusion.stages import Stages, balanced_split, measured_costs
-from lightning_diffpipe.sampling.rehearsal import Predict, rehearse
+from lightning_diffpipe.sampling.rehearsal import Predict, rehearse, rehearse_sharing
+from lightning_diffpipe.sampling.report import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.request import Request, require_warmup
 from lightning_diffpipe.sampling.schedulers import refuse_unless_elementwise
-from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.tracing.layout import Layout, Part
 from lightning_diffpipe.sampling.tracing.probe import MAX_LAYOUTS, LayoutStore
 
@@ -256,3 +266,39 @@ class PipeFusion:
             costs = measured_costs(layout, request)
             self._cuts[names] = balanced_split(layout, self.links.num_ranks, costs)
         return layout, self._cuts[names]
+
+
+class SequenceParallel(PipeFusion):
+    """Samples with tokens split over ranks, exactly.
+
+    Args:
+        model: The transformer, whole on every rank.
+        links: Between the ranks; one rank alone if None.
+        mode: "ulysses" trades tokens for heads, "ring" passes keys and values round.
+        axis: Axis of the latents to cut; rows, or packed tokens, if None.
+        verify: Fill everything that must not be read with NaN, and compare the first step of the first request of
+            a layout with what rank 0 computes alone (`sampling/rehearsal.py`).
+    """
+
+    steps_all_rows = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        links: Links | None = None,
+        *,
+        mode: SequenceMode = "ulysses",
+        axis: int | None = None,
+        verify: bool = True,
+    ) -> None:
+        refuse_mode(mode, "mode")
+        super().__init__(model, sequence_links=links, sequence_mode=mode, axis=axis, verify=verify)
+
+    def _runs_in_parts(self, plan: PipeFusionPlan) -> bool:
+        return self.sequence_links.num_ranks > 1
+
+    def _rehearse(self, request: Request, layout: Layout, predict: Predict) -> None:
+        rehearse_sharing(self.sequence_links, request, layout, predict)
+
+    def _refuse(self, layout: Layout, request: Request) -> None:
+        layout.split_units(self.sequence_links.num_ranks, "the number of ranks")

@@ -138,12 +138,12 @@ def balanced_split(layout: Layout, num_ranks: int, costs: Sequence[float]) -> tu
 def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[float]:
     """Measures the seconds of each block in one call of `denoise`, in the order of `layout.block_names`.
 
-    Of blocks of one kind, known by their arithmetic and results, the first few calls run, and all get the median of
-    these but for the first. What the last block is followed by until the prediction is out is added to it.
+    Of calls of one kind the first few run, and all get the median of these but for the first. The last block's cost
+    includes the code after it, up to the prediction.
     """
-    times: dict[Any, list[float]] = {}
-    results: dict[Any, Any] = {}
-    kinds = [(x.flops, str(x.results), str(x.tree)) for x in layout.blocks]
+    times: dict[int, list[float]] = {}
+    results: dict[int, Any] = {}
+    kinds = [block.kind for block in layout.blocks]
     ends, clock = list[float](), clock_for(request.latents.device)
 
     def now_s() -> float:
@@ -170,8 +170,8 @@ def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[f
             request.denoise(request.latents, request.timesteps[0])
         ends.append(now_s() - end_s)
     total = dict.fromkeys(layout.block_names, 0.0)
-    for block, kind in zip(layout.blocks, kinds, strict=True):
-        total[block.name] += statistics.median(times[kind][1:] or times[kind])
+    for block in layout.blocks:
+        total[block.name] += statistics.median(times[block.kind][1:] or times[block.kind])
     costs = list(total.values())
     costs[-1] += statistics.median(ends[1:])
     return costs

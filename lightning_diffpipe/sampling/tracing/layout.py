@@ -229,7 +229,7 @@ class Block:
         input_samples: Axes of arguments that count samples.
         output_samples: Axes of results that count samples.
         results: Shape of every result, or its value if it is no tensor.
-        flops: Cost of the call, for splitting layers over ranks.
+        kind: Equal for calls that compute alike on arguments of the same shapes, which therefore take equally long.
     """
 
     name: str
@@ -244,7 +244,7 @@ class Block:
     cuts_samples: bool = False
     input_samples: dict[int, int] = field(default_factory=dict)
     output_samples: dict[int, int] = field(default_factory=dict)
-    flops: int = 0
+    kind: int = 0
 
     @property
     def axes(self) -> list[TokenAxis]:
