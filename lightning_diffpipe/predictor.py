@@ -297,12 +297,12 @@ class Predictor:
             return
         self._is_closed = True
         if self._worker is not None:
-            self._worker.close()
+            self._worker.place.disconnect()
             self._worker = None
         if self._broken_by is None:
-            self._world.disconnect()
+            self._world.links.disconnect()
         else:
-            self._world.abandon()
+            self._world.links.abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -423,7 +423,7 @@ class Predictor:
             call = packed.unpacked(self.device)
             try:
                 # What NCCL has posted cannot be taken back, so that peers wait for as long as they may.
-                give_up = worker.abandon if self._world.backend == "gloo" else lambda: None
+                give_up = worker.place.abandon if self._world.backend == "gloo" else lambda: None
                 # All have loaded before the first message, whose receiver waits for `timeout_s` only.
                 load = partial(self._load, worker, call)
                 prepared = self._world.agree("reading weights and probing", load, give_up)
@@ -440,7 +440,7 @@ class Predictor:
                     raise
                 shares = self._world.num_ranks > 1 and self._world.backend == "gloo"
                 if shares or self._chooser is not None:
-                    worker.abandon()  # ranks may have sent what others have not received
+                    worker.place.abandon()  # ranks may have sent what others have not received
                     self._worker = None
                 if self._chooser is None:
                     raise
@@ -483,7 +483,7 @@ class Predictor:
         if self._world.backend == "gloo":
             forget_variables(error)
             if worker is not None:
-                worker.abandon()
+                worker.place.abandon()
 
     def _connect_anew(self) -> None:
         """Joins all ranks again after an error in the middle of a request; collective."""
@@ -494,7 +494,7 @@ class Predictor:
                 f"an earlier request ended in the middle: {self._broken_by}; over NCCL its messages cannot be "
                 "taken back, so that this predictor draws no more: start its processes again"
             )
-        self._world.abandon()
+        self._world.links.abandon()
         self._world = join_world(self.device, self.timeout_s)
         self._broken_by = None
 

@@ -171,6 +171,7 @@ class MeshLinks:
         self.links = links("parallel")
         self.sequence_links = links("sequence")
         self.branches = links("guidance")
+        self._all = self.links, self.sequence_links, self.branches
 
     def exchange(self, prediction: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the predictions of both branches of guidance, in order; this rank brings its own."""
@@ -185,18 +186,14 @@ class MeshLinks:
 
     def leaves_messages(self) -> bool:
         """Returns whether this rank is in the middle of messages that cannot be taken back."""
-        return any(links.occupies_device and links.is_under_way for links in self._processes())
+        return any(links.occupies_device and links.is_under_way for links in self._all)
 
     def disconnect(self) -> None:
-        """Destroys the groups made for this rank."""
-        for links in self._processes():
+        """Destroys the groups made for this rank; collective."""
+        for links in self._all:
             links.disconnect()
 
     def abandon(self) -> None:
-        """Does the same at once, with messages under way."""
-        for links in self._processes():
+        """Destroys them at once, with messages under way, so that no rank waits for this one."""
+        for links in self._all:
             links.abandon()
-
-    def _processes(self) -> list[ProcessLinks]:
-        every = (self.links, self.sequence_links, self.branches)
-        return [links for links in every if isinstance(links, ProcessLinks)]

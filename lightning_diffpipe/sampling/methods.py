@@ -555,11 +555,3 @@ class Worker:
     def _sent_around(self) -> Traffic:
         """Returns what was sent so far outside the sampler."""
         return self.place.branches.traffic.plus(self.world.links.traffic)
-
-    def close(self) -> None:
-        """Ends this rank's groups; collective."""
-        self.place.disconnect()
-
-    def abandon(self) -> None:
-        """Ends this rank's groups at once, so that nobody waits for it. No further request can be run."""
-        self.place.abandon()

@@ -331,7 +331,8 @@ class DiffusersFolder:
         """Calls the pipeline around `sample`."""
         assert self._pipeline is not None, "only the rank that leads has text encoders"
         self.check_adapters(settings)
-        return draw_with(self._pipeline, self._device, settings, sample)
+        arguments = call_arguments(self._pipeline, settings)
+        return drawn_by(call_of(self._pipeline, arguments, self._device), sample)
 
     def part(self, name: str) -> nn.Module:
         """Returns another part that the loop calls."""
@@ -394,7 +395,12 @@ def _model_index(
         "_class_name": cls.__name__,
         "_is_own": isinstance(stored, list | tuple),
     }
-    if lacking := sorted(_required_parts(cls) - index.keys()) if pipeline_class else None:
+    signature = inspect.signature(cls.__init__).parameters.values()
+    required = {
+        p.name for p in signature if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+    }
+    optional = {"self", *getattr(cls, "_optional_components", ())}
+    if pipeline_class and (lacking := sorted(required - optional - index.keys())):
         raise ConfigurationError(
             f"pipeline_class={cls.__name__} needs {', '.join(lacking)}, which {path} does not have; it has "
             + ", ".join(n for n in index if not n.startswith("_"))
@@ -409,13 +415,6 @@ def _model_index(
         if part is None:
             index[name] = (None, None)
     return index
-
-
-def _required_parts(cls: Any) -> set[str]:
-    """Returns the parts that a pipeline's class cannot be made without."""
-    known = inspect.signature(cls.__init__).parameters.values()
-    required = {p.name for p in known if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    return required - {"self", *getattr(cls, "_optional_components", ())}
 
 
 def _config(cls: Any, folder: Path) -> Any:
@@ -568,16 +567,6 @@ def _read_part(path: str, name: str, entry: Sequence[str], **options: Any) -> An
         raise CheckpointError(
             f"cannot read the {entry[1]} in {path}/{name}: {error}; a download that broke off? Copy it again"
         ) from error
-
-
-def draw_with(pipeline: Any, device: torch.device, settings: Settings, sample: Sample) -> Any:
-    """Calls a diffusers pipeline with its denoising loop done by `sample`.
-
-    Raises:
-        ConfigurationError: An option is unknown, or cannot be used here.
-    """
-    call = call_of(pipeline, call_arguments(pipeline, settings), device)
-    return drawn_by(call, sample)
 
 
 def call_of(pipeline: Any, arguments: Mapping[str, Any], device: torch.device) -> PipelineCall:

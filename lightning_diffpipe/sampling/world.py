@@ -164,16 +164,6 @@ class World:
         cluster = watcher.call("the measurement of links", measure)
         return cluster.p2p_between_hosts or cluster.p2p
 
-    def disconnect(self) -> None:
-        """Destroys the groups made for these links; the default group stays."""
-        if isinstance(self.links, ProcessLinks):
-            self.links.disconnect()
-
-    def abandon(self) -> None:
-        """Does the same at once, with messages under way."""
-        if isinstance(self.links, ProcessLinks):
-            self.links.abandon()
-
 
 def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
     """Joins the default process group, making it from the environment if a launcher has set that; collective.

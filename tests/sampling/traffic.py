@@ -15,7 +15,7 @@ from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
 from lightning_diffpipe.sampling.pipefusion import PipeFusionSetting, SequenceParallel
 from lightning_diffpipe.sampling.pipefusion.stages import Stages
 from lightning_diffpipe.sampling.request import Request
-from lightning_diffpipe.sampling.tracing.layout import AttentionSize, Layout, Part, ranges_of
+from lightning_diffpipe.sampling.tracing.layout import AttentionSize, Layout, Part
 
 CHANGE_BYTES = 16
 """Two sums of squares in float64: of the change of a rank's rows, and of the rows."""
@@ -145,10 +145,7 @@ def bytes_inside_stages(setting: PipeFusionSetting, mode: str) -> tuple[int, int
     """What the ranks of a stage send in one synchronous step and in one of patches, all stages together."""
     q, n = setting.plan.ranks_per_stage, setting.plan.warmup_microbatches
     # The rows that are a rank's own in patches are its own in synchronous steps.
-    whole = [
-        Part(tuple(s for shares in setting.shares for s in ranges_of(shares[k].units)), (k, q))
-        for k in range(q)
-    ]
+    whole = [Part(tuple(shares[k].units for shares in setting.shares), (k, q)) for k in range(q)]
     synchronous = sum(attention_bytes(setting.layout, mode, whole, (k, n)) for k in range(n))
     return synchronous, sum(attention_bytes(setting.layout, mode, each) for each in setting.shares)
 

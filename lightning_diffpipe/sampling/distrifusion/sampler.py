@@ -34,7 +34,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.comm.links import Links, ProcessLinks
+from lightning_diffpipe.comm.links import Links
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import ConfigurationError, GraphError, require_number
 from lightning_diffpipe.graph.interception import Interception, Run
@@ -56,7 +56,7 @@ from lightning_diffpipe.sampling.rehearsal import (
 )
 from lightning_diffpipe.sampling.report import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.request import Request, require_warmup
-from lightning_diffpipe.sampling.schedulers import drawing_from, random_states, takes_generator
+from lightning_diffpipe.sampling.schedulers import takes_generator
 from lightning_diffpipe.sampling.step_caches import StepCache
 from lightning_diffpipe.sampling.tracing.attention import KernelsAnswered
 
@@ -126,7 +126,6 @@ class DistriFusion:
         cache = StepCache(request, [self.links])
         with (
             measured(self, request, self.links) as stopwatch,
-            drawing_alike(self.links, request.latents.device),
             cache.installed(),
             intercepted(self.model) as interception,
         ):
@@ -308,19 +307,6 @@ def intercepted(model: nn.Module) -> Iterator[Interception]:
                 _shared[id(model)] = (interception, users - 1)
             else:
                 interception.uninstall()
-
-
-def drawing_alike(links: Links, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Lets default generators of all processes go on from where those of rank 0 are; collective.
-
-    Every band steps the whole latents, so all must draw the same. A generator in the request is the same on all
-    ranks, as the request is; where a scheduler is given none, it draws from the default ones. On other ranks they
-    are as they were after it. Threads, which share theirs, are left alone: `emulate` gives each a copy.
-    """
-    if not isinstance(links, ProcessLinks) or links.num_ranks == 1:
-        return contextlib.nullcontext()
-    states = links.broadcast_object(lambda: random_states(device))
-    return drawing_from(states, device, goes_back=links.rank > 0)
 
 
 def emulate(

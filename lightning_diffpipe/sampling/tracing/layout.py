@@ -35,11 +35,6 @@ Units = range | tuple[range, ...]
 """Some units, in increasing order."""
 
 
-def ranges_of(units: Units) -> tuple[range, ...]:
-    """Returns units as ranges."""
-    return (units,) if isinstance(units, range) else units
-
-
 def text_token(number: int | Tensor) -> int | Tensor:
     """Returns the owner code of a text token; units are their own codes."""
     return _FIRST_TEXT - number
@@ -164,7 +159,8 @@ class TokenAxis:
         index = None
         if part.units is not None:
             chosen = torch.zeros(self.size, dtype=torch.bool)
-            for units in ranges_of(part.units):
+            ranges = (part.units,) if isinstance(part.units, range) else part.units
+            for units in ranges:
                 chosen |= (self.owner >= units.start) & (self.owner < units.stop)
             text, number = self.owner <= _FIRST_TEXT, _FIRST_TEXT - self.owner
             k, n = part.text or (-1, 1)

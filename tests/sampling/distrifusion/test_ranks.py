@@ -2,16 +2,13 @@
 
 import os
 import time
-from dataclasses import replace
 
-import diffusers
 import pytest
 import torch
 
 from lightning_diffpipe.comm.links import ProcessLinks
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
-from lightning_diffpipe.sampling.request import OneProcess
 from tests.ranks import run_ranks
 from tests.sampling.distrifusion.models import build, request_for
 
@@ -94,33 +91,6 @@ def kill_a_rank(rank):
 def test_a_killed_rank_ends_the_other_with_a_reason():
     with pytest.raises(AssertionError, match=r"as it should: rank 0 waited for .*lost rank 1"):
         run_ranks(kill_a_rank, 2, timeout_s=60.0)
-
-
-def with_ancestral_noise():
-    """Its scheduler draws in every step, and is given no generator."""
-    scheduler = diffusers.EulerAncestralDiscreteScheduler()
-    scheduler.set_timesteps(3)
-    return replace(request_for("sd"), scheduler=scheduler, timesteps=scheduler.timesteps)
-
-
-def draw_noise(rank):
-    request, links = with_ancestral_noise(), links_of_all(2)
-    torch.manual_seed(rank)
-    sampler = DistriFusion(request.model, links, mode="synchronous", verify=False)
-    return [sampler.sample(request) for _ in range(2)], torch.randn(())
-
-
-def test_all_ranks_draw_the_noise_of_rank_0():
-    """History: each rank stepped with noise of its own, and bands of other images were put together."""
-    request = with_ancestral_noise()
-    torch.manual_seed(0)
-    wanted = [OneProcess().sample(request) for _ in range(2)]
-    (zero, next_zero), (one, next_one) = run_ranks(draw_noise, 2)
-    for a, b, whole in zip(zero, one, wanted, strict=True):
-        assert torch.equal(a, b)
-        assert (a - whole).norm() < 1e-12 * whole.norm()
-    assert next_zero == torch.randn(()), "rank 0 goes on as one process does"
-    assert next_one == torch.randn((), generator=torch.Generator().manual_seed(1)), "as it was"
 
 
 def refuse_everywhere(rank):
