@@ -21,14 +21,19 @@ from lightning_diffpipe.cli.launch import (
     share_cores,
 )
 from lightning_diffpipe.cli.values import named, plain, require_writable_folder, verb
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DiffPipeError,
+    raised_by_all,
+    require_choice,
+    require_flags,
+)
 from lightning_diffpipe.files import write_atomically
 
 _MAX_COLUMNS = 8
 _REPORT, _GRID, _DIFFERENCE = "report.json", "grid.png", "difference.png"
 _OURS = re.compile(r"\d{3,}\.(png|mp4|gif|npy|pt)|grid\.png|difference\.png|report\.json")
 _OUTPUT_TYPES = {"pil": ".png", "np": ".npy", "pt": ".pt", "latent": ".pt"}
-_VIDEO_FORMATS = ("mp4", "gif", "png")
 _SWITCHES = {"ema", "verify", "hide_unseen"}
 _COMMON = ("compile", "decoding", "cache", "attention")
 _ASKED = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
@@ -87,11 +92,9 @@ def _refuse_values(values: dict[str, Any]) -> None:
         raise ConfigurationError("output=null names no folder; leave it out for a new one")
     dtype_named("dtype", values["dtype"])
     accelerator = values["trainer"]["accelerator"]
-    if accelerator not in ("cpu", "gpu", "cuda"):
-        raise ConfigurationError(f"trainer.accelerator={accelerator!r}; choose cpu or gpu")
-    for name, choices in (("output_type", tuple(_OUTPUT_TYPES)), ("video_format", _VIDEO_FORMATS)):
-        if values[name] not in choices:
-            raise ConfigurationError(f"{name}={values[name]!r}; choose {', '.join(choices)}")
+    require_choice("trainer.accelerator", accelerator, ("cpu", "gpu", "cuda"))
+    require_choice("output_type", values["output_type"], list(_OUTPUT_TYPES))
+    require_choice("video_format", values["video_format"], ("mp4", "gif", "png"))
     if values["report"] and values["output_type"] != "pil":
         raise ConfigurationError(
             f"report=true compares images, and output_type={values['output_type']} has none; leave one out"
@@ -193,9 +196,8 @@ def _refuse_request(values: dict[str, Any], num_ranks: int) -> None:
     from lightning_diffpipe.sampling.methods import MethodOptions, fitted
     from lightning_diffpipe.sampling.source import Settings
 
-    for name in _SWITCHES & values["sampler"].keys():
-        if not isinstance(value := values["sampler"][name], bool | None):
-            raise ConfigurationError(f"sampler.{name} must be true or false; got {value!r}")
+    switches = {n: values["sampler"][n] for n in _SWITCHES & values["sampler"].keys()}
+    require_flags(**{f"sampler.{n}": x for n, x in switches.items() if x is not None})
     own = {field.name for field in fields(MethodOptions)} - {"further", "mesh", "reason"}
     common = {name: values[name] for name in _COMMON}
     sampler = {name: value for name, value in values["sampler"].items() if name in own}

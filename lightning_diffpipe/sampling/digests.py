@@ -78,8 +78,8 @@ class Identity:
             stored = denoiser.state_dict()
             digests = {name: digest_of_tensor(tensor) for name, tensor in stored.items()}
             return cls(texts, config, digests, f"{host}, in memory")
-        files = getattr(weights, "files", dict)()
-        return cls(texts, config, weights.digests(), f"{host}:{weights.origin}", files)
+        origin = f"{host}:{weights.origin}"
+        return cls(texts, config, weights.digests(), origin, weights.files())
 
     @classmethod
     def of_folder(cls, folder: Path, variant: str | None, loras: Mapping[str, str]) -> Identity:

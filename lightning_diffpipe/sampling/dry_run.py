@@ -511,7 +511,9 @@ def inner_of(places: Mapping[str, int], name: str, inputs: int, arguments: Any) 
         if each <= 1 or (each == places[name]):
             inner[place] = min(each, 1) * (inputs if each == places[name] else 1)
             continue
-        value = _at(arguments, place)
+        value = arguments
+        for key in place.split("."):
+            value = value[key if isinstance(value, dict) else int(key)]
         rows = value.unflatten(0, (-1, times)) if isinstance(value, Tensor) and not rest else None
         if rows is None or not torch.equal(rows, rows[:, :1].expand_as(rows)):
             raise InseparableError(
@@ -519,12 +521,6 @@ def inner_of(places: Mapping[str, int], name: str, inputs: int, arguments: Any) 
             )
         inner[place] = inputs * times
     return inner
-
-
-def _at(value: Any, place: str) -> Any:
-    for key in place.split("."):
-        value = value[key if isinstance(value, dict) else int(key)]
-    return value
 
 
 def rows_with_nan(x: Tensor) -> set[int]:

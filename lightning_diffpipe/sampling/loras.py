@@ -50,7 +50,7 @@ class StoredLora:
     def __init__(
         self, path: str | Path, scale: float, cls: Any, unet: Mapping[str, Any] | None = None
     ) -> None:
-        self.path, self._scale, self._cls = str(path), scale, cls
+        self.path, self._scale = str(path), scale
         require_number(f"loras[{self.path!r}]", scale)
         if not hasattr(cls, "lora_state_dict"):
             raise ConfigurationError(

@@ -214,7 +214,6 @@ class Constants:
         self._candidates = set(candidates)
         self._inputs: list[_Input] = []
         self._stored: dict[str, tuple[_Input, Tensor, int]] = {}
-        self.num_reused = 0
 
     def get(self, name: str, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """Returns the result of a module for its only tensor."""
@@ -229,7 +228,6 @@ class Constants:
                     return compute()
                 given.tensor, given.version = x, x._version
             if out._version == version:  # the model may write into what it gets
-                self.num_reused += 1
                 return out
         else:
             known = (known for known in self._inputs if known.is_in(x))

@@ -36,7 +36,12 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Links
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
-from lightning_diffpipe.errors import ConfigurationError, GraphError, require_number
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    GraphError,
+    require_choice,
+    require_number,
+)
 from lightning_diffpipe.graph.interception import Interception, Run
 from lightning_diffpipe.graph.versions import settings_digest
 from lightning_diffpipe.planning.cluster import Link
@@ -97,11 +102,8 @@ class DistriFusion:
         settled: float = 0.1,
         verify: bool = True,
     ) -> None:
-        allowed = {"mode": get_args(BandMode), "group_norm": get_args(GroupNormRule)}
-        for option, value in (("mode", mode), ("group_norm", group_norm)):
-            if value not in allowed[option]:
-                names = ", ".join(allowed[option])
-                raise ConfigurationError(f"{option}={value!r}; choose one of {names}")
+        require_choice("mode", mode, get_args(BandMode))
+        require_choice("group_norm", group_norm, get_args(GroupNormRule))
         require_warmup(warmup_steps, settled)
         require_number("calls_per_message", calls_per_message, 1, whole=True)
         self.model, self.links, self.mode = model, links, mode

@@ -32,13 +32,12 @@ from typing import Literal
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Alone, Links
-from lightning_diffpipe.errors import ConfigurationError, require_number
+from lightning_diffpipe.errors import ConfigurationError, require_choice, require_number
 from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
 from lightning_diffpipe.sampling.pipefusion.run import PipeFusionRun, PipeFusionSetting
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     SEQUENCE_MODES,
     SequenceMode,
-    refuse_mode,
 )
 from lightning_diffpipe.sampling.pipefusion.stages import Stages, balanced_split, measured_costs
 from lightning_diffpipe.sampling.rehearsal import Predict, rehearse, rehearse_sharing
@@ -103,13 +102,10 @@ class PipeFusion:
         verify: bool = True,
     ) -> None:
         require_warmup(warmup_steps, settled)
-        if num_patches < 1:
-            raise ConfigurationError(
-                f"num_patches={num_patches}; choose at least one, at best one per rank"
-            )
+        require_number("num_patches", num_patches, 1, whole=True)
         if warmup_microbatches is not None:
             require_number("warmup_microbatches", warmup_microbatches, 1, whole=True)
-        refuse_mode(sequence_mode, "sequence_mode")
+        require_choice("sequence_mode", sequence_mode, list(SEQUENCE_MODES))
         self.model, self.links = model, links or Alone()
         self.sequence_links, self.sequence_mode = sequence_links or Alone(), sequence_mode
         self.num_patches, self.warmup_steps, self.split = num_patches, warmup_steps, split
@@ -291,7 +287,7 @@ class SequenceParallel(PipeFusion):
         axis: int | None = None,
         verify: bool = True,
     ) -> None:
-        refuse_mode(mode, "mode")
+        require_choice("mode", mode, list(SEQUENCE_MODES))
         super().__init__(model, sequence_links=links, sequence_mode=mode, axis=axis, verify=verify)
 
     def _runs_in_parts(self, plan: PipeFusionPlan) -> bool:

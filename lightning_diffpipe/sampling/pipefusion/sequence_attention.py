@@ -262,14 +262,6 @@ class Ring(_OverRanks):
 SEQUENCE_MODES: dict[str, type[Ulysses] | type[Ring]] = {"ulysses": Ulysses, "ring": Ring}
 
 
-def refuse_mode(mode: str, option: str) -> None:
-    """Raises ConfigurationError unless there is such a way to share tokens."""
-    if mode not in SEQUENCE_MODES:
-        raise ConfigurationError(
-            f"{option}={mode!r} is unknown; choose one of {sorted(SEQUENCE_MODES)}"
-        )
-
-
 MOST_SCORE_BYTES = 1 << 26
 """Most bytes of a tensor of scores, unless one query needs more; two or three such tensors are alive."""
 

@@ -278,9 +278,9 @@ def test_a_kernel_wider_than_the_smallest_band_is_refused_on_all_bands(make):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "sync"}, "choose one of displaced, synchronous, naive"),
-        ({"group_norm": "best"}, "choose one of predicted, corrected"),
-        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"mode": "sync"}, "choose displaced, synchronous or naive"),
+        ({"group_norm": "best"}, "choose predicted, corrected"),
+        ({"warmup_steps": -1}, "warmup_steps must be .*; got -1"),
         ({"warmup_steps": "often"}, "warmup_steps='often'"),
         ({"calls_per_message": 0}, "calls_per_message must be a whole number >= 1; got 0"),
         ({"calls_per_message": "all"}, "calls_per_message must be .*; got 'all'"),

@@ -347,8 +347,8 @@ class Noting:
     ("options", "error", "words"),
     [
         ({"num_patches": 17}, ConfigurationError, "between 1 and 16"),
-        ({"num_patches": 2, "warmup_steps": "automatic"}, ConfigurationError, "0 or more, or 'auto'"),
-        ({"num_patches": 0}, ConfigurationError, "at least one"),
+        ({"num_patches": 2, "warmup_steps": "automatic"}, ConfigurationError, "0 or more, or auto"),
+        ({"num_patches": 0}, ConfigurationError, "whole number >= 1; got 0"),
         ({"num_patches": 2, "split": (1,)}, ConfigurationError, "1 ranks"),
         ({"num_patches": 2, "warmup_microbatches": 5}, ConfigurationError,
          "warmup_microbatches=5, but the model is given 4 samples in a step, .*; choose at most 4"),
