@@ -126,28 +126,12 @@ def _options(values: dict[str, Any]) -> dict[str, Any]:
     for name, files in (values["images"] or {}).items():
         if name in options:
             raise ConfigurationError(f"{name} is given twice, as images.{name} and options.{name}")
-        several, num = isinstance(files, list), len(values["prompts"])
-        of_each_part = name.startswith("ip_adapter_") or _has_several_controlnets(values["path"])
-        if several and len(files) != num and not of_each_part:
-            raise ConfigurationError(
-                f"images.{name} has {len(files)} files for {num} prompts; give one for each, or one for all"
-            )
+        several = isinstance(files, list)
         images = [_opened(name, file) for file in (files if several else [files])]
         options[name] = images if several else images[0]
     if values["output_type"] != "pil":
         options["output_type"] = values["output_type"]
     return options
-
-
-def _has_several_controlnets(path: str) -> bool:
-    """Returns whether the pipeline of a diffusers folder takes a list of images, one for each ControlNet."""
-    file = Path(path) / "model_index.json"
-    try:
-        entry = json.loads(file.read_text()).get("controlnet")
-    except (OSError, ValueError):
-        # What is wrong with it, or with a hub id, is said where it is opened.
-        return False
-    return isinstance(entry, list) and str(entry[-1]).startswith("Multi")
 
 
 def _opened(name: str, file: Any) -> Any:
@@ -230,7 +214,7 @@ def _sample(values: dict[str, Any]) -> Any:
         _rows([images], min(_MAX_COLUMNS, len(images))).save(folder / _GRID)
         say(f"{folder / _GRID}  all of them")
     say(f"\n{report}")
-    numbers = report.to_dict() | {"files": files}
+    numbers = vars(report) | {"files": files}
     write_numbers(numbers)  # before what may fail, or be killed for memory
     if values["report"]:
         files.append(_DIFFERENCE)
@@ -399,7 +383,7 @@ def _compare(images: list[Any], values: dict[str, Any], folder: Path) -> dict[st
 
 
 def _how_far(decibels: list[float]) -> str:
-    """Returns what to say about images by their PSNR; equal ones, whose PSNR is infinite, are counted apart.
+    """Returns what to say about images by their PSNR; equal ones, whose PSNR is infinite, are counted separately.
 
     Example:
         >>> _how_far([41.0, math.inf, 40.0])

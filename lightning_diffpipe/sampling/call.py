@@ -1,4 +1,4 @@
-"""What all ranks need to know to sample one request: plain values that can be sent.
+"""One request without its model: plain values that rank 0 sends to all ranks.
 
 A first run of the pipeline's call on rank 0 finds it (`dry_run.py`). Every rank, that one included, makes a
 `Request` of it for its own copy, or its own part, of the denoiser:
@@ -81,12 +81,12 @@ class Samples:
         inner frames   frames of 0, frames of 1
 
     Attributes:
-        num: How many; 1 if they cannot be told apart.
+        num: How many; 1 if their rows are not known.
         latents: `inner` of what the scheduler is given.
         inputs: `inner` of the latents that the denoiser is given.
         inner: Of its arguments by their places, 0 for those that all samples share. Others have rows of samples if
             they have as many as the latents.
-        reason: Why samples cannot be drawn apart, or None.
+        reason: Why ranks cannot divide the samples, or None.
         copies: Whether the loop copies the first prediction of a step before it asks for the second.
     """
 
@@ -452,7 +452,7 @@ class Call:
         Noise drawn on the way is that of these samples in the whole request.
 
         Raises:
-            ConfigurationError: The scheduler cannot step samples apart.
+            ConfigurationError: The scheduler steps all samples together.
         """
         mine = range(start, stop)
         here, steps = self.rows_of(start, stop), dict(self.step_arguments)
@@ -467,7 +467,7 @@ class Call:
 
     @property
     def num_shares(self) -> int:
-        """Samples that ranks can divide: one rank draws all of those that cannot be told apart."""
+        """Samples that ranks can divide; 1 if one rank has to sample all of them."""
         return 1 if self.separable.reason else self.separable.num
 
     def of_own_rows(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -514,10 +514,10 @@ class Call:
 
     def unpacked(self, device: torch.device) -> Call:
         """Returns the inverse of `packed`, on a rank's own device."""
-        twin = copy.copy(self.scheduler)
-        if torch.is_tensor(getattr(twin, "timesteps", None)):
-            twin.timesteps = twin.timesteps.to(device)
-        return replace(self._on(device), scheduler=twin)
+        scheduler = copy.copy(self.scheduler)
+        if torch.is_tensor(getattr(scheduler, "timesteps", None)):
+            scheduler.timesteps = scheduler.timesteps.to(device)
+        return replace(self._on(device), scheduler=scheduler)
 
     def _on(self, device: torch.device | str) -> Call:
         phases = [replace(each, calls=moved(each.calls, device)) for each in self.phases]

@@ -46,7 +46,7 @@ def digests_of_safetensors(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Identity:
-    """What must be the same on all ranks.
+    """Options, config and weights of a model, which must be the same on all ranks.
 
     Attributes:
         options: Arguments of the Predictor, as text by name.

@@ -1,4 +1,4 @@
-"""What a pipeline's loop does with its rows, found by runs that compute nothing of the denoiser.
+"""Dry runs: the steps of a pipeline's loop and its rows, found without computing anything of the denoiser.
 
 Rank 0, which has all parts, runs the pipeline's call with a denoiser that predicts zeros. That records what the
 parts answer (`record.py`), counts the steps, shows what the denoiser is called with, and tells by NaN whether the

@@ -213,12 +213,12 @@ class PipelineCall:
     ) -> PipelineCall:
         """Returns the same on another rank, with its parts, and with functions, which do not travel."""
         arguments = moved(restored(self.arguments, device), device)
-        twin = copy.copy(self.pipeline)
-        if isinstance(twin, nn.Module):
-            vars(twin)["_device"] = device
+        pipeline = copy.copy(self.pipeline)
+        if isinstance(pipeline, nn.Module):
+            vars(pipeline)["_device"] = device
         return replace(
             self,
-            pipeline=twin,
+            pipeline=pipeline,
             arguments=arguments | functions,
             parts={**self.parts, **parts},
             device=device,
@@ -249,20 +249,20 @@ def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         return on_step(Step(plain.step, signature.bind(self, *args, **kwargs).arguments))
 
-    twin = copy.deepcopy(scheduler)
+    stepping = copy.deepcopy(scheduler)
     meta = type(_EqualToBase.__name__, (_EqualToBase, type(plain)), {})  # that of an ABC is another
-    twin.__class__ = meta(plain.__name__, (plain,), {"step": step})
-    return twin
+    stepping.__class__ = meta(plain.__name__, (plain,), {"step": step})
+    return stepping
 
 
 def answered_by(part: nn.Module, answer: Callable[[dict[str, Any]], Any]) -> nn.Module:
     """Returns a shallow copy of a denoiser, or of another part, whose calls are answered."""
-    twin = copy.copy(part)
-    vars(twin).update(vars(part))
+    answered = copy.copy(part)
+    vars(answered).update(vars(part))
     for name, value in vars(part).items():
         if isinstance(value, OrderedDict) and "hooks" in name:
-            vars(twin)[name] = OrderedDict()  # the part itself runs them
-    vars(twin)["_compiled_call_impl"] = None
+            vars(answered)[name] = OrderedDict()  # the part itself runs them
+    vars(answered)["_compiled_call_impl"] = None
     signature = inspect.signature(type(part).forward)
 
     @functools.wraps(type(part).forward)  # pipelines look which arguments it takes
@@ -271,8 +271,8 @@ def answered_by(part: nn.Module, answer: Callable[[dict[str, Any]], Any]) -> nn.
         arguments.pop(next(iter(signature.parameters)))
         return answer(arguments | arguments.pop("kwargs", {}))
 
-    vars(twin)["forward"] = types.MethodType(forward, twin)
-    return twin
+    vars(answered)["forward"] = types.MethodType(forward, answered)
+    return answered
 
 
 def _of_samples(answer: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
@@ -393,14 +393,14 @@ def same(one: Any, other: Any) -> bool:
 
 
 class Stepped(NamedTuple):
-    """What a scheduler returns: a tuple, or an object with these names."""
+    """The result of a scheduler's step: a tuple, or an object with these names."""
 
     prev_sample: Tensor
     pred_original_sample: Tensor
 
 
 class Prediction(tuple):
-    """What a denoiser returns: a tuple, or an object with `sample`."""
+    """The result of a denoiser: a tuple, or an object with `sample`."""
 
     __slots__ = ()
 
@@ -592,8 +592,7 @@ class PipelineLoop(Loop):
         if again:
             for number, event in enumerate(self._asked):
                 if event is not self._event and self._branch in (None, number):
-                    anew = self._computed(event)
-                    event.answer[0].copy_(anew[0])
+                    event.answer[0].copy_(self._computed(event)[0])
         else:
             self._leave_step(latents)
         while isinstance(self._event, _Denoise):

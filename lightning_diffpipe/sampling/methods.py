@@ -397,7 +397,7 @@ class Worker:
         self._begin(0)
 
     def load(self, call: Call) -> dict[str, Any]:
-        """Reads what this rank needs for a request, apart from `sample`, whose messages do not wait for slow disks.
+        """Reads what this rank needs for a request before `sample`, whose messages do not wait for slow disks.
 
         Returns:
             What was decided about the request on the way, for `sample`.

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 Predict = Callable[[Request], Tensor]
-"""What a sampler makes of a request that shows the model the same latents in every step: its last prediction."""
+"""Runs a request that shows the model the same latents in every step, and returns the last prediction."""
 
 
 def rehearse(

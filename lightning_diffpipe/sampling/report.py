@@ -1,4 +1,4 @@
-"""What a request took: seconds, bytes, weights, and how far the images are from one process.
+"""The cost of a request in seconds and bytes, and how far its images are from those of one process.
 
 A sampler counts while it runs (`SamplingStatistics`), a rank adds what it has read and sent besides (`RankReport`),
 and rank 0 joins these for the user (`SamplingReport`):
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class SamplingStatistics:
-    """What was counted of one request on one rank.
+    """Counts and times of one request on one rank.
 
     Attributes:
-        traffic: What this rank sent and received.
+        traffic: Bytes and messages that this rank sent and received.
         step_s: Seconds from the end of one denoising step to the end of the next, on this rank, without what is
             found out about the model on the way.
         total_s: Seconds of the whole request.
@@ -115,7 +115,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank did in one request.
+    """One rank's part in one request.
 
     Attributes:
         options: What was decided.
@@ -136,7 +136,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class SamplingReport:
-    """What all ranks did in one request.
+    """One request on all ranks.
 
     Attributes:
         mesh: Sizes of the axes, as text.
@@ -190,10 +190,6 @@ class SamplingReport:
                 f"{'decoder calls':13} {calls}; each holds an autoencoder of {_size(self.decoder_bytes)}"
             )
         return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns all numbers, for JSON."""
-        return dict(vars(self))
 
 
 def merge(reports: Sequence[RankReport]) -> SamplingReport:

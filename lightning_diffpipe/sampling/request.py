@@ -1,4 +1,4 @@
-"""What is sampled, and who can do it.
+"""A request, and the protocol of the samplers that run it.
 
 A request is everything one denoising loop needs, as plain Python objects: the model that is made parallel,
 the user's own closure around it, a scheduler with its timesteps, and the noise to start from. The closure

@@ -82,7 +82,7 @@ _NEEDS_VALUES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What to draw, and how; `Predictor.__call__` says what each is.
+    """Arguments of a request; `Predictor.__call__` says what each is.
 
     A `generator` among `options` takes the place of the seed. Prompts are None where the pipeline is given their
     embeddings, or an image alone.

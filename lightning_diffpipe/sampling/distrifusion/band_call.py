@@ -57,7 +57,7 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class StepKind:
-    """What a step may know of other bands.
+    """A denoising step, by what it may know of other bands.
 
     Attributes:
         index: From 0.

@@ -10,7 +10,7 @@ except on the last rank, which makes the prediction.
     rank 0     all rows    patch      patch, send, stop
     rank 1     all rows    dummy      received   patch      patch      all rows      prediction
 
-Full size is for code that looks into it. A result that is only handed on to other blocks is a dummy, too: shape
+Full size is for code that looks into it. A result that is only passed on to other blocks is a dummy, too: shape
 without memory, and whoever gets this object takes the tokens instead. Modules that make the same for every patch
 are run once (`tracing/glue.py`).
 """
@@ -61,7 +61,7 @@ class _Stop(BaseException):
 
 @dataclass
 class PartRunner:
-    """What all runs of one request on one rank share.
+    """State that all runs of one request on one rank share.
 
     Attributes:
         stage: What this rank runs.

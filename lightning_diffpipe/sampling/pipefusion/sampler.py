@@ -235,7 +235,7 @@ class PipeFusion:
         rehearse(self.links, request, layout, self.num_patches, predict)
 
     def _refuse(self, layout: Layout, request: Request) -> None:
-        """Raises an error unless rows can be shared, and stepped apart."""
+        """Raises ConfigurationError unless rows can be shared, and stepped separately."""
         num_sharing = self.sequence_links.num_ranks
         for units in layout.split_units(self.num_patches):
             layout.split_range(units, num_sharing)

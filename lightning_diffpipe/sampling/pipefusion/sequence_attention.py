@@ -47,7 +47,7 @@ _RING = "ring attention (mode='ring'; sequence_mode='ring' with method=pipefusio
 
 
 class _OverRanks:
-    """What both ways share; `share` tells what all ranks compute together and the part of each."""
+    """The base of both ways; `share` returns the part that all ranks compute together, and that of each."""
 
     def __init__(
         self, links: Links, share: Callable[[Part], tuple[Part, Sequence[Part]]], inner: KvCache

@@ -1,4 +1,4 @@
-"""Who runs which call of a block, and what crosses between ranks.
+"""Stages: the calls of blocks that each rank runs, and the results that cross between ranks.
 
 Blocks are split into contiguous ranges, one for each rank. A call of the model visits the ranks in order; with
 guidance by two calls per step, every step visits them twice:
@@ -36,7 +36,7 @@ from lightning_diffpipe.sampling.tracing.marks import calls_answered
 
 @dataclass(frozen=True)
 class DenoiserStage:
-    """What one rank does in one call of `denoise`.
+    """One rank's part in one call of `denoise`.
 
     Attributes:
         own: Calls it runs.

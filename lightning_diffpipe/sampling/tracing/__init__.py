@@ -1,4 +1,4 @@
-"""What is found out about a transformer by following values through it: how it can be run in parts.
+"""Tracing: how a transformer can be run in parts, found by following values through it.
 
 Reading order: `layout.py` (all that is found, as plain data), `probe.py` (the runs that find it), `marks.py` (the
 NaN that is followed; `repeats.py` follows it through equal blocks once), and what the probe asks of single blocks

@@ -1,4 +1,4 @@
-"""Who answers attention while a model is run in parts, whichever kernel computes it.
+"""Answering attention while a model is run in parts, whichever kernel computes it.
 
 Problem: patches, bands and ranks that share tokens answer each call of attention themselves, and then let attention
 compute. Code asks for it in three ways: by torch's name, by a function it has taken out of torch, and by diffusers'
@@ -299,7 +299,7 @@ library.register_fake("lightning_diffpipe::attend", _outcome)
 
 
 class CompiledBlock:
-    """What a compiled block calls: a graph of `torch.compile` for each shape."""
+    """A compiled block: a graph of `torch.compile` for each shape."""
 
     def __init__(self, block: nn.Module, backend: str | Callable[..., Any]) -> None:
         self._compiled = torch.compile(block._call_impl, backend=backend, dynamic=False)

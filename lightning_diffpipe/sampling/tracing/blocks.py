@@ -1,4 +1,4 @@
-"""What each axis of a block's arguments and results counts: tokens, samples, or neither.
+"""Axes of a block's arguments and results that count tokens or samples.
 
 Every axis of every argument is marked with code words (`marks.py`). Indices that reach the keys of an attention
 call one-to-one are tokens: of the image, of the text, of rope tables, of per-token modulation. Those that reach
@@ -29,7 +29,7 @@ from lightning_diffpipe.sampling.tracing.marks import (
 )
 
 Target = tuple[str, int, int]
-"""What can be reached: ("key" | "mask", attention call, axis) or ("result", leaf, axis)."""
+"""A place that marks can reach: ("key" | "mask", attention call, axis) or ("result", leaf, axis)."""
 
 
 class BlockTracer:

@@ -1,4 +1,4 @@
-"""What need not run for every patch: code between blocks that looks at nothing, and modules that give the same.
+"""Work that need not run for every patch: code between blocks that looks at nothing, and constant modules.
 
 Glue, the code between blocks, sees full shapes (`pipefusion/patch.py`), but most of it never looks into what a
 block returns: it hands it to the next. One run with stubbed blocks follows every result as an object through it:

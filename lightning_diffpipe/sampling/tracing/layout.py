@@ -1,4 +1,4 @@
-"""What is known of a model in order to run it in parts: plain data, for one shape of latents.
+"""The layout of a model: plain data by which it is run in parts, for one shape of latents.
 
 Which calls of blocks there are, which of their arguments and results run over tokens, who reads what between
 blocks, and what need not be computed for every part. One layout serves any number of patches. `probe.py` finds it
@@ -42,7 +42,7 @@ def text_token(number: int | Tensor) -> int | Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """What one run of the model computes: some tokens of some samples.
+    """Some tokens of some samples, which one run of the model computes.
 
     Attributes:
         units: Units of rows, one range or several; None means all tokens, text included.
@@ -313,7 +313,7 @@ class LocalCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Glue:
-    """What code between blocks does with what it is given.
+    """Results that code between blocks only passes on, and modules there that can be run on some tokens.
 
     Attributes:
         passed: Results of blocks, as (call, leaf), that it only hands on to blocks and to local calls.
