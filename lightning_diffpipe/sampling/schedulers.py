@@ -1,7 +1,7 @@
 """Schedulers in patches: one copy for each patch, each seeing its own rows only.
 
-A scheduler's step is elementwise in the latents for nearly all samplers, so rows can be stepped separately, by copies
-with a history of their own. Whether that holds is not looked up in a list but tried: two halves are stepped
+A scheduler's step is elementwise in the latents for nearly all samplers, so rows can be stepped separately, by
+copies with a history of their own. Whether that holds is not looked up in a list but tried: two halves are stepped
 by two copies through all timesteps and compared with the whole. Thresholding by quantiles, Brownian trees and
 whatever else looks at all rows fails the test and is refused by name.
 

@@ -30,6 +30,7 @@ from tests.modules.tiny_parts import (
     tiny_cascade,
     tiny_latent_diffusion,
 )
+from tests.predictor.scenarios import as_array
 from tests.predictor.tiny_pipelines import (
     PIPELINES,
     drawn_by,
@@ -40,10 +41,6 @@ from tests.predictor.tiny_pipelines import (
 )
 
 SETTINGS = {"num_inference_steps": 3, "guidance_scale": 4.0}
-
-
-def as_array(images):
-    return np.stack([np.asarray(image) for image in images])
 
 
 def by_diffusers(path, name, seed=0, dtype=torch.float32, **settings):
