@@ -384,17 +384,10 @@ class Predictor:
         self._world.enter("decoding latents", works=self._world.rank == 0)
         self.report = merge(reports) if self._world.rank == 0 else None
         if ranks := [str(rank) for rank, each in enumerate(reports) if not each.is_finite]:
-            method, dtype = reports[0].options.method, str(self.source.denoiser.dtype)[6:]
-            advice = (
-                "lower guidance_scale, or look at the weights and at what the pipeline is given"
-            )
+            dtype = str(self.source.denoiser.dtype)[6:]
+            advice = "lower guidance_scale, or look at the weights and the pipeline's arguments"
             if dtype == "float16":
                 advice = "the model may overflow: choose dtype=bfloat16 or float32"
-            if method != "single" or len(reports) > 1:
-                advice += (
-                    "; if one rank draws the same request with method=single, the fault is that of "
-                    f"method={method} on {len(reports)} ranks: please report it"
-                )
             with raised_by_all():
                 raise SamplingError(  # images would be black
                     f"final latents are not finite (ranks {', '.join(ranks)}; {reports[0].num_steps} steps in "

@@ -594,7 +594,7 @@ class PipelineLoop(Loop):
                 if event is not self._event and self._branch in (None, number):
                     event.answer[0].copy_(self._computed(event)[0])
         else:
-            self._leave_step(latents)
+            self.skip(latents)
         while isinstance(self._event, _Denoise):
             own = self._answered(self._event)
             if own is not None:
@@ -614,10 +614,6 @@ class PipelineLoop(Loop):
             event = self._at_step()
             self._count(event)
             self._stepped = event.answer(self._embedded(call.latents))
-
-    def skip(self, latents: Tensor | None) -> None:
-        """See `Loop`."""
-        self._leave_step(latents)
 
     def _answered(self, event: _Denoise) -> Any:
         """Answers a call of a denoiser, or returns what this rank knows of it if another knows the rest."""
@@ -748,8 +744,8 @@ class PipelineLoop(Loop):
         self._event = self._stepped = None
         self._asked.clear()
 
-    def _leave_step(self, latents: Tensor | None) -> None:
-        """Answers the step before."""
+    def skip(self, latents: Tensor | None) -> None:
+        """See `Loop`."""
         self._run_to_step()
         self._asked = []
         if self._event is None:

@@ -709,12 +709,9 @@ def _refuse_shapes(request: Call) -> None:
 def refuse_prompts(
     prompts: Sequence[Any], option: str = "prompt", num_classes: int | None = None
 ) -> None:
-    """Raises ConfigurationError unless prompts are what a model draws.
+    """Raises ConfigurationError unless prompts are texts, or class numbers if `option` is `"class_labels"`.
 
-    Args:
-        prompts: Of the request.
-        option: How the pipeline calls them: `"prompt"` for texts, `"class_labels"` for class numbers.
-        num_classes: Classes of the model, after which comes one for no class; None if they are not known.
+    After `num_classes`, if they are known, comes one number for no class.
     """
     for prompt in prompts:
         if option == "prompt" and not isinstance(prompt, str):

@@ -143,14 +143,7 @@ class RepeatedCalls:
         """For each call the number of the one that ran in its place."""
 
     def answer(self, name: str, args: Any, kwargs: Any, run: Callable[[], T]) -> T:
-        """Returns what a call makes, by running it or as an equal one before it.
-
-        Args:
-            name: Of the block.
-            args: Of the call.
-            kwargs: Of the call.
-            run: Runs it; returns its results, in a tree with anything else that is to be known of it.
-        """
+        """Runs a call of a block; returns the result, or a copy of that of an equal call before it."""
         kind, flat = self._kinds.of(name, args, kwargs), pytree.tree_leaves((args, kwargs))
         marks, here = self._marks(flat), len(self.sources)
         for before, source, answer in self._known.get(kind, ()):
