@@ -23,16 +23,12 @@ from tests.predictor.scenarios import (
     failure_of_each_rank,
     latents_of_each,
 )
+from tests.predictor.tiny_pipelines import random_image
 from tests.ranks import run_ranks
 
 WIDTH, TOKENS = 12, 4  # of what image encoders answer; of one image
 FILE = "ip-adapter.safetensors"
 SETTINGS = {"num_inference_steps": 3, "guidance_scale": 4.0}
-
-
-def random_image(seed=0):
-    values = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    return Image.fromarray(values)
 
 
 def save_image_encoder(folder):

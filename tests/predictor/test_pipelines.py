@@ -1,6 +1,7 @@
 """Pipelines and arguments that nothing in the package knows of: their own loop draws, as in diffusers."""
 
 import contextlib
+import functools
 import itertools
 import json
 import shutil
@@ -28,8 +29,9 @@ from lightning_diffpipe.sampling.loop import Step, _Generator, restored
 from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.source import Settings
 from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
+from tests.predictor import tiny_pipelines as tiny
 from tests.predictor.scenarios import BothBands, draw_each, failure_of_each_rank, latents_of_each
-from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_of, unet, vae
+from tests.predictor.tiny_pipelines import build, options_of, prompts_of, random_image, unet, vae
 from tests.ranks import run_ranks
 from tests.rows import row
 from tests.zoo.case import perturb
@@ -38,11 +40,6 @@ from tests.zoo.sample_pipelines import drawn_by_two
 
 SETTINGS = {"num_inference_steps": 4, "guidance_scale": 4.0}
 SIZE = {"height": 32, "width": 32}
-
-
-def random_image(seed=0):
-    values = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    return Image.fromarray(values)
 
 
 def mask():
@@ -209,15 +206,7 @@ def saved(tmp_path_factory):
     return saved
 
 
-def by_diffusers(path, name="stable_diffusion", generator=None, **options):
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(path))
-    pipeline.set_progress_bar_config(disable=True)
-    generator = generator or torch.Generator().manual_seed(0)
-    if "prompt_embeds" not in options:
-        options["prompt"] = prompts_of(name)
-    settings = {"output_type": "pil", **SETTINGS, **options}
-    torch.manual_seed(0)  # some encode an image with noise of the default generator
-    return drawn_by(pipeline(**settings, generator=generator))
+by_diffusers = functools.partial(tiny.by_diffusers, **SETTINGS)
 
 
 def same(found, expected):

@@ -30,10 +30,10 @@ from tests.modules.tiny_parts import (
     tiny_cascade,
     tiny_latent_diffusion,
 )
+from tests.predictor import tiny_pipelines as tiny
 from tests.predictor.scenarios import as_array
 from tests.predictor.tiny_pipelines import (
     PIPELINES,
-    drawn_by,
     options_of,
     prompts_of,
     thresholding,
@@ -43,19 +43,8 @@ from tests.predictor.tiny_pipelines import (
 SETTINGS = {"num_inference_steps": 3, "guidance_scale": 4.0}
 
 
-def by_diffusers(path, name, seed=0, dtype=torch.float32, **settings):
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(path), dtype=dtype)
-    pipeline.set_progress_bar_config(disable=True)
-    option = "class_labels" if name == "dit" else "prompt"
-    generator = torch.Generator().manual_seed(seed)
-    output = pipeline(
-        **{option: prompts_of(name)},
-        **options_of(name),
-        **SETTINGS | settings,
-        generator=generator,
-        output_type="pil",
-    )
-    return as_array(drawn_by(output))
+def by_diffusers(path, name, **settings):
+    return as_array(tiny.by_diffusers(path, name, **options_of(name), **SETTINGS | settings))
 
 
 @pytest.mark.parametrize(
