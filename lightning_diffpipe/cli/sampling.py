@@ -203,8 +203,8 @@ def _sample(values: dict[str, Any]) -> Any:
     for name in _written_earlier(folder):  # which might be taken for images of this run
         (folder / name).unlink(missing_ok=True)
 
-    def write_numbers(found: dict[str, Any]) -> None:
-        text = json.dumps(found, indent=2, default=str, allow_nan=False)
+    def write_numbers(numbers: dict[str, Any]) -> None:
+        text = json.dumps(numbers, indent=2, default=str, allow_nan=False)
         write_atomically(folder / _REPORT, text + "\n")
 
     files = [_REPORT, *_write_sampled(images, values, folder)]
@@ -373,13 +373,13 @@ def _compare(images: list[Any], values: dict[str, Any], folder: Path) -> dict[st
     seconds = f"{alone.report.step_s:.3g} s a step on {threads} thread{'s' if threads > 1 else ''}"
     distance = _how_far(decibels)
     say(f"{'one process':13} {distance} the images of one process, which takes {seconds}")
-    found: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         "psnr_db": [None if math.isinf(x) else x for x in decibels],  # JSON has no infinity
         "one_process_step_s": alone.report.step_s,
         "one_process_threads": threads,  # others may sum in another order, and draw other last bits
     }
     say(f"{folder / _DIFFERENCE}  this, one process, their difference times 8")
-    return found
+    return numbers
 
 
 def _how_far(decibels: list[float]) -> str:

@@ -110,7 +110,7 @@ class Samples:
         self, arguments: Mapping[str, Any], num_rows: int, keep: Callable[[int, int], list[int]]
     ) -> dict[str, Any]:
         """Returns arguments of the denoiser with the rows that `keep(size, inner)` gives."""
-        taken: dict[int, Any] = {}  # what was one tensor stays one
+        cut_values: dict[int, Any] = {}  # what was one tensor stays one
 
         def cut(value: Any, place: str) -> Any:
             is_list, is_tensor = isinstance(value, list), isinstance(value, Tensor)
@@ -118,10 +118,10 @@ class Samples:
             as_latents = self.inputs if is_tensor and size == num_rows else 0
             inner = self.inner.get(place, as_latents)
             if size and inner and size % self.num == 0:  # a row alone is of all samples
-                if id(value) not in taken:
+                if id(value) not in cut_values:
                     rows = keep(size, inner)
-                    taken[id(value)] = [value[r] for r in rows] if is_list else value[rows]
-                return taken[id(value)]
+                    cut_values[id(value)] = [value[r] for r in rows] if is_list else value[rows]
+                return cut_values[id(value)]
             if isinstance(value, dict):
                 return {name: cut(each, f"{place}.{name}") for name, each in value.items()}
             if type(value) in (list, tuple):
@@ -355,7 +355,7 @@ class Call:
         """
 
         def denoise(latents: Tensor, timestep: Tensor) -> Tensor:
-            found: Tensor | None = None
+            total: Tensor | None = None
             for number, arguments in enumerate(self._arguments_at(timestep)):
                 if self.divided == "calls" and number != self.index:
                     continue
@@ -365,9 +365,9 @@ class Call:
                 for axis in _inserted(out, latents):
                     out = out.squeeze(axis)
                 out = out[tuple(map(slice, latents.shape))]
-                found = out if found is None else found + out
-            assert found is not None
-            return found
+                total = out if total is None else total + out
+            assert total is not None
+            return total
 
         return denoise
 

@@ -257,9 +257,9 @@ class Decoding:
         job = _Job(name, division, moved(snapshot(given), "cpu"), settings, dtypes)
         self.others_wait = False  # unless all goes well
         self.world.links.broadcast_object(lambda: job)
-        found = self._share(job, vae)
+        images = self._share(job, vae)
         self.others_wait = True
-        return found
+        return images
 
     def _share(self, job: _Job, vae: Any) -> Any:
         """Computes this rank's calls; returns what `decode` returns, on rank 0."""

@@ -487,10 +487,10 @@ def growing(one: Any, more: Any, num: int, num_more: int, place: str = "") -> di
 
 
 def _together(place: str, inside: list[Any], num: int, num_more: int) -> dict[str, int]:
-    found = {place: 0} if place else {}
+    rows = {place: 0} if place else {}
     for one, more, inner_place in inside:
-        found |= growing(one, more, num, num_more, inner_place)
-    return found
+        rows |= growing(one, more, num, num_more, inner_place)
+    return rows
 
 
 def inner_of(places: Mapping[str, int], name: str, inputs: int, arguments: Any) -> dict[str, int]:

@@ -96,8 +96,8 @@ def load_image_encoder(
     try:
         [name] = json.loads((folder / "config.json").read_text())["architectures"]
         load = getattr(transformers, name).from_pretrained
-        encoder, found = load(folder, dtype=dtype, output_loading_info=True)
-        if missing := found["missing_keys"]:
+        encoder, report = load(folder, dtype=dtype, output_loading_info=True)
+        if missing := report["missing_keys"]:
             raise ValueError(f"it lacks {len(missing)} tensors, such as {min(missing)}")
         parts = {_ENCODER: encoder.to(device).eval()}
         if (folder / "preprocessor_config.json").exists():

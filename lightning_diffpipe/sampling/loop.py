@@ -334,23 +334,23 @@ def snapshot(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns arguments with the states of their generators in place of these; samples may share one."""
     known: dict[int, _Generator] = {}
 
-    def taken(generator: torch.Generator) -> _Generator:
+    def stored(generator: torch.Generator) -> _Generator:
         state = _Generator(generator.get_state(), str(generator.device))
         return known.setdefault(id(generator), state)
 
-    return pytree.tree_map_only(torch.Generator, taken, dict(arguments))
+    return pytree.tree_map_only(torch.Generator, stored, dict(arguments))
 
 
 def restored(arguments: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """Returns arguments with generators of their own, in the states that were taken; of `device` if of its type."""
     known: dict[int, torch.Generator] = {}
 
-    def made(taken: _Generator) -> torch.Generator:
-        if id(taken) not in known:
-            own = torch.device(taken.device)
+    def made(stored: _Generator) -> torch.Generator:
+        if id(stored) not in known:
+            own = torch.device(stored.device)
             generator = torch.Generator(device if device and device.type == own.type else own)
-            known[id(taken)] = generator.set_state(taken.state)
-        return known[id(taken)]
+            known[id(stored)] = generator.set_state(stored.state)
+        return known[id(stored)]
 
     return pytree.tree_map_only(_Generator, made, dict(arguments))
 

@@ -54,19 +54,19 @@ class SamplingMesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns where a rank is on each axis."""
-        found = {}
+        coordinates = {}
         for name, size in reversed(asdict(self).items()):
-            rank, found[name] = divmod(rank, size)
-        return dict(reversed(found.items()))
+            rank, coordinates[name] = divmod(rank, size)
+        return dict(reversed(coordinates.items()))
 
     def groups(self, *axes: Axis) -> list[list[int]]:
         """Returns the ranks that differ along these axes only, one list per group, each in order."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.num_ranks):
             place = self.coordinates(rank)
             key = tuple(place[name] for name in place if name not in axes)
-            found.setdefault(key, []).append(rank)
-        return list(found.values())
+            groups.setdefault(key, []).append(rank)
+        return list(groups.values())
 
 
 def fitting_meshes(num_ranks: int, methods_axes: Sequence[Axis]) -> Iterator[SamplingMesh]:

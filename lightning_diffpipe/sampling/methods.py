@@ -427,7 +427,7 @@ class Worker:
         """
         self._begin(len(call.timesteps))
         mine = self._share(call)
-        latents, found = mine.latents, list[SamplingStatistics]()
+        latents, phases = mine.latents, list[SamplingStatistics]()
         if not len(latents):
             return latents
         was_training = self._model.training
@@ -441,14 +441,14 @@ class Worker:
                         lambda step, start=phase.start: on_step(start + step),
                         **({} if index else prepared),
                     )
-                    found.append(sampler.statistics)
+                    phases.append(sampler.statistics)
             self.place.branches.finish()
         except DiffPipeError as error:
             error.leaves_messages = self.place.leaves_messages()
             raise
         finally:
             self._model.train(was_training)
-        self._statistics = functools.reduce(SamplingStatistics.followed_by, found)
+        self._statistics = functools.reduce(SamplingStatistics.followed_by, phases)
         self._is_finite = bool(latents.isfinite().all())
         return latents
 
@@ -494,15 +494,15 @@ class Worker:
             load_weights(self._model, self._weights, absent)
             self._weights = None
             return {}
-        found = sampler.prepare(request)
+        setting = sampler.prepare(request)
         rank = self.place.links.rank
         own = dict(request.model.named_parameters())
-        names = resident_parameters(request.model, found.layout, found.stages, rank)
+        names = resident_parameters(request.model, setting.layout, setting.stages, rank)
         resident = {id(own[name]) for name in names}
         names = {name for name, p in self._model.named_parameters() if id(p) in resident}
         if names & absent:
             load_weights(self._model, self._weights, names & absent)
-        return {"setting": found}
+        return {"setting": setting}
 
     def gather(self, call: Call, latents: Tensor) -> Tensor:
         """Brings the latents of all positions of the data axis to rank 0, when all ranks have sampled.

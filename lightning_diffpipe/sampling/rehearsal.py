@@ -177,10 +177,10 @@ def tolerance_of(model: nn.Module, latents: Tensor, convolves_parts: bool = Fals
     return min(max(1e-6, 1e4 * eps), 0.1)
 
 
-def relative_error(found: Any, whole: Any) -> float:
+def relative_error(parts: Any, whole: Any) -> float:
     """Returns the largest relative difference of two calls' results; one that overflows anyway says nothing."""
     errors = [0.0]
-    for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(whole), strict=True):
+    for a, b in zip(pytree.tree_leaves(parts), pytree.tree_leaves(whole), strict=True):
         if isinstance(a, Tensor) and a.is_floating_point():
             if a.shape != b.shape:
                 return math.inf
@@ -191,7 +191,7 @@ def relative_error(found: Any, whole: Any) -> float:
     return max(errors)
 
 
-def error_beside(links: Links, plain: Callable[[], Any], found: Any, warning: str) -> float:
+def error_beside(links: Links, plain: Callable[[], Any], parts: Any, warning: str) -> float:
     """Returns the relative error of results against a plain call of rank 0; collective.
 
     Returns:
@@ -200,7 +200,7 @@ def error_beside(links: Links, plain: Callable[[], Any], found: Any, warning: st
 
     def error_here() -> float:
         try:
-            return relative_error(found, plain())
+            return relative_error(parts, plain())
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

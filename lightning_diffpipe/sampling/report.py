@@ -201,8 +201,8 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
     approximate = options.method in ("pipefusion", "distrifusion", "naive")
     warmup_steps = options.warmup_steps
     if not isinstance(warmup_steps, int):
-        found = (rank.num_synchronous for rank in ranks)
-        warmup_steps = next((steps for steps in found if steps is not None), None)
+        synchronous = (rank.num_synchronous for rank in ranks)
+        warmup_steps = next((steps for steps in synchronous if steps is not None), None)
     patches = None
     if options.method == "pipefusion":
         patches = options.num_patches or options.mesh.parallel

@@ -132,10 +132,10 @@ class SafetensorsFolder(Weights):
 
     def digests(self) -> dict[str, str]:
         """See `Weights`."""
-        found = {}
+        digests = {}
         for path in sorted(set(self._file_of.values())):
-            found |= digests_of_safetensors(path)
-        return found
+            digests |= digests_of_safetensors(path)
+        return digests
 
     def header(self) -> dict[str, str]:
         """Returns what the headers of the files say besides names, types and shapes."""

@@ -434,11 +434,11 @@ def _load_others(
 ) -> Any:
     cls = index["_class"]
     absent = {name: None for name, part in index.items() if _is_absent(part)}
-    taken = {n: e for n, e in index.items() if n in inspect.signature(cls).parameters}
-    parts = {**parts, **load_networks(str(path), taken, parts, _read_part, **options)}
+    entries = {n: e for n, e in index.items() if n in inspect.signature(cls).parameters}
+    parts = {**parts, **load_networks(str(path), entries, parts, _read_part, **options)}
     try:
         if index["_is_own"]:  # diffusers would run the folder's code
-            others = {n: e for n, e in taken.items() if n not in parts and not _is_absent(e)}
+            others = {n: e for n, e in entries.items() if n not in parts and not _is_absent(e)}
             made = {
                 n: _read_part(str(path), n, e) if is_component(e) else e for n, e in others.items()
             }
@@ -531,11 +531,11 @@ def load_part(
     options = {"dtype" if entry[0] == "transformers" else "torch_dtype": dtype}
     if variant is not None and any(Path(path, name).glob(f"*.{variant}*")):
         options["variant"] = variant
-    part, found = cls.from_pretrained(path, subfolder=name, output_loading_info=True, **options)
-    refuse_adapted(found["unexpected_keys"], origin)
-    refuse_names(entry[1], origin, found["missing_keys"], len(part.state_dict()))
+    part, report = cls.from_pretrained(path, subfolder=name, output_loading_info=True, **options)
+    refuse_adapted(report["unexpected_keys"], origin)
+    refuse_names(entry[1], origin, report["missing_keys"], len(part.state_dict()))
     if entry[0] == "diffusers":  # text encoders are often stored in a larger model
-        refuse_names(entry[1], origin, found["unexpected_keys"], None)
+        refuse_names(entry[1], origin, report["unexpected_keys"], None)
     keep_stored(part)
     return part
 

@@ -183,14 +183,14 @@ class _Look:
 
     def axes(self, tree: Any) -> dict[int, int]:
         """Returns results with marks in exactly the last part of one axis, and that axis."""
-        found = {}
+        axes = {}
         for i, x in enumerate(pytree.tree_leaves(tree)):
             for axis in range(x.ndim if has_nan(x) else 0):
                 size = self._marked_part(x.shape[axis])
                 marked = lines(x, axis)
                 if 0 < size == int(marked.sum()) < len(marked) and marked[-size:].all():
-                    found[i] = axis - x.ndim
-        return found
+                    axes[i] = axis - x.ndim
+        return axes
 
     def candidates(self, sample: int) -> list[tuple[int, int]]:
         """Returns arguments and axes that may grow with the rows: not the last axis, not the one of samples."""

@@ -235,12 +235,12 @@ class DistriFusionRun(Run):
                 return analysis
 
             with self.stopwatch.learning(), self.cache.off():
-                found: CallAnalysis = self._links.broadcast_object(look)
+                shared: CallAnalysis = self._links.broadcast_object(look)
                 if self.sampler.verify:
                     traffic = self._links.traffic.copy()
-                    self._compare(found, call)
+                    self._compare(shared, call)
                     vars(self._links.traffic).update(vars(traffic))
-                analyses[kind] = found
+                analyses[kind] = shared
         new = self._new_call(analyses[kind])
         self.calls.append((kind, new))
         return new
@@ -344,8 +344,8 @@ def emulate(
     network = LoopbackNetwork(num_bands, device, link, timeout_s)
     given = dict(request.step_kwargs) | ({} if default is None else {"generator": default})
 
-    taken = snapshot(given)  # a thread draws as if it were a process
-    requests = [replace(request, step_kwargs=restored(taken)) for _ in range(num_bands)]
+    states = snapshot(given)  # a thread draws as if it were a process
+    requests = [replace(request, step_kwargs=restored(states)) for _ in range(num_bands)]
 
     def band(links: Links) -> tuple[Tensor, DistriFusion]:
         sampler = DistriFusion(request.model, links, **options)
@@ -355,8 +355,8 @@ def emulate(
     if default is not None:  # goes on where the copy of band 0 is, as in one process
         default.set_state(requests[0].step_kwargs["generator"].get_state())
     latents = results[0][0]
-    for rank, (found, _) in enumerate(results):
-        if not torch.allclose(found, latents, rtol=0.0, atol=0.0, equal_nan=True):
+    for rank, (of_band, _) in enumerate(results):
+        if not torch.allclose(of_band, latents, rtol=0.0, atol=0.0, equal_nan=True):
             name = type(request.scheduler).__name__
             raise ConfigurationError(
                 f"bands 0 and {rank} of {num_bands} stepped to other latents: {name} or the request's closure "

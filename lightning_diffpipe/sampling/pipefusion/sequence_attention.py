@@ -384,6 +384,6 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
     return out, norms
 
 
-def _weights(scores: Tensor, norm: Tensor, own: Tensor) -> Tensor:
+def _weights(scores: Tensor, norm: Tensor, own_norm: Tensor) -> Tensor:
     """Weighs scores by a normaliser: with zero where the own one says that no key is seen. NaN stays NaN."""
-    return (scores - norm).exp_().masked_fill_(own == -math.inf, 0.0)
+    return (scores - norm).exp_().masked_fill_(own_norm == -math.inf, 0.0)

@@ -64,15 +64,15 @@ class BlockKinds:
         return f"{self._modules[name]} {spec} {leaves} {alone}"
 
     def _described(self, block: nn.Module) -> str:
-        found: list[Any] = [(key, _of_tensor(x)) for key, x in block.named_parameters()]
-        found += [(key, _of_tensor(x)) for key, x in block.named_buffers()]
+        described: list[Any] = [(key, _of_tensor(x)) for key, x in block.named_parameters()]
+        described += [(key, _of_tensor(x)) for key, x in block.named_buffers()]
         seen: dict[int, str] = {}
         for module in block.modules():
             own = [(k, x) for k, x in vars(module).items() if k not in _DESCRIBED_OTHERWISE]
             own += [(k, hook) for k in _HOOKS for hook in vars(module)[k].values()]
             own.append(("forward", self._forwards.get(module)))
-            found.append([(key, _of_object(x, seen)) for key, x in own])
-        return f"{settings_digest(block)} {found}"
+            described.append([(key, _of_object(x, seen)) for key, x in own])
+        return f"{settings_digest(block)} {described}"
 
 
 def _own_forward(module: nn.Module) -> Any:
