@@ -66,7 +66,6 @@ from lightning_diffpipe.sampling.rehearsal import forget_variables, release_memo
 from lightning_diffpipe.sampling.report import SamplingReport, merge
 from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import Settings, Source
-from lightning_diffpipe.sampling.step_caches import described
 from lightning_diffpipe.sampling.world import World, join_world
 from lightning_diffpipe.training.processes import take_place_in_slurm
 
@@ -186,7 +185,10 @@ class Predictor:
         _limit_waits(timeout_s, busy_timeout_s)
         with raised_by_all():
             dtype = dtype_named("dtype", dtype)
-        world, where = _world(device, alone, timeout_s)
+        if not alone:
+            take_place_in_slurm()
+        where = _device(device)
+        world = World.alone(where) if alone else join_world(where, timeout_s)
         vae = [name for name, is_on in (("tiling", vae_tiling), ("slicing", vae_slicing)) if is_on]
         loading = {"dtype": dtype, "ema": ema, "variant": variant, "parts": parts, "vae": vae}
         loading |= {"pipeline_class": pipeline_class, "ip_adapters": ip_adapters, "base": base}
@@ -528,16 +530,6 @@ def _limit_waits(timeout_s: float, busy_timeout_s: float | None) -> None:
         watcher.busy_timeout_s = float(busy_timeout_s)
 
 
-def _world(
-    device: torch.device | str | None, alone: bool, timeout_s: float
-) -> tuple[World, torch.device]:
-    """Returns all ranks, or only this one; and where it computes."""
-    if not alone:
-        take_place_in_slurm()
-    where = _device(device)
-    return World.alone(where) if alone else join_world(where, timeout_s), where
-
-
 def _opened(
     read: Callable[[], Source],
     options: MethodOptions,
@@ -557,13 +549,11 @@ def _opened(
     if world.num_ranks > 1 and loading is not None:
         arguments = {f.name: getattr(options, f.name) for f in fields(options)} | dict(loading)
         arguments["parts"] = list(loading["parts"])
+        if (cache := options.cache) is not None:  # which does not print all of its fields
+            arguments["cache"] = [type(cache).__name__, vars(cache)]
         # Files may lie elsewhere on each host; what is in them is among the weights.
-        arguments["cache"] = described(options.cache)
         arguments["ip_adapters"] = list((loading["ip_adapters"] or {}).values())
         arguments.pop("base")
-        # Functions in it have addresses in their names.
-        quantization = re.sub(r" at 0x[0-9a-f]+", "", str(loading["quantization"]))
-        arguments["quantization"] = quantization
         look = partial(Identity.of, arguments, source.denoiser, source.weights)
         refuse_other_models(world, world.agree("comparing weights", look))
     return source

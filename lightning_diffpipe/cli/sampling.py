@@ -287,9 +287,9 @@ def _write_sampled(sampled: Any, values: dict[str, Any], folder: Path) -> list[s
 
 def _write(sampled: Any, path: Path, fps: int) -> None:
     """Writes an image, the frames of a video, an array or a tensor, as the ending of the file says."""
-    if path.suffix == ".npy":
-        import numpy as np
+    import numpy as np
 
+    if path.suffix == ".npy":
         np.save(path, sampled)
     elif path.suffix == ".pt":
         import torch
@@ -301,8 +301,6 @@ def _write(sampled: Any, path: Path, fps: int) -> None:
             path, save_all=True, append_images=sampled[1:], duration=round(1000 / fps), loop=0
         )
     elif path.suffix == ".mp4":
-        import numpy as np
-
         av = _require_encoder()
         width, height = sampled[0].size
         missing = (0, height % 2), (0, width % 2), (0, 0)

@@ -97,11 +97,6 @@ class Samples:
     reason: str | None = None
     copies: bool = False
 
-    @property
-    def unknown(self) -> str | None:
-        """Why it is not known which arguments have rows of samples, or None."""
-        return None if self.inner else self.reason
-
     def rows(self, size: int, inner: int, samples: Collection[int]) -> list[int]:
         """Returns the rows of some samples, in order."""
         return [row for row in range(size) if (row // inner) % self.num in samples]
@@ -434,7 +429,8 @@ class Call:
                 f"that can be divided in step {self.phases[0].start}: raise guidance_scale above 1, or leave "
                 "guidance at 1 (always so with pipelines whose latents hold both, and with more than two branches)"
             )
-        reason = self.separable.unknown
+        # Where `inner` is known, so are the arguments that have rows of samples.
+        reason = None if self.separable.inner else self.separable.reason
         if self.rows is not None and (
             len(self.whole) > self.separable.num or self.separable.inputs > 1
         ):

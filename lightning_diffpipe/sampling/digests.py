@@ -63,23 +63,18 @@ class Identity:
     files: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], denoiser: nn.Module, weights: Any) -> Identity:
+    def of(cls, options: Mapping[str, Any], denoiser: Any, weights: Any) -> Identity:
         """Returns the identity of a model that is open, whose parameters may be placeholders for `weights`."""
-        if not isinstance(denoiser, nn.Module):  # a part without weights, such as guidance
-            return cls(
-                {}, as_texts(dict(getattr(denoiser, "config", {}))), {}, socket.gethostname()
-            )
-        config = as_texts(
-            {k: v for k, v in getattr(denoiser, "config", {}).items() if not k.startswith("_")}
-        )
-        texts = as_texts(options)
+        config = dict(getattr(denoiser, "config", {}))
+        texts = as_texts(options), as_texts({k: v for k, v in config.items() if k[0] != "_"})
         host = socket.gethostname()
-        if weights is None:
-            stored = denoiser.state_dict()
-            digests = {name: digest_of_tensor(tensor) for name, tensor in stored.items()}
-            return cls(texts, config, digests, f"{host}, in memory")
-        origin = f"{host}:{weights.origin}"
-        return cls(texts, config, weights.digests(), origin, weights.files())
+        if weights is not None:
+            origin = f"{host}:{weights.origin}"
+            return cls(*texts, weights.digests(), origin, weights.files())
+        # Some parts have no weights, such as guidance.
+        stored = denoiser.state_dict() if isinstance(denoiser, nn.Module) else {}
+        digests = {name: digest_of_tensor(tensor) for name, tensor in stored.items()}
+        return cls(*texts, digests, f"{host}, in memory")
 
     @classmethod
     def of_folder(cls, folder: Path, variant: str | None, loras: Mapping[str, str]) -> Identity:

@@ -82,10 +82,15 @@ def _of_decisions(plan: PipeFusionPlan, of_change: int) -> dict[str, int]:
     }
 
 
+def output_bytes(block) -> int:
+    """Of all tokens that a block returns."""
+    return sum(shape.nbytes for shape in block.shapes(Part()))
+
+
 def cut_bytes(stages: Stages, layout: Layout) -> list[int]:
     """Bytes that cross each boundary between two ranks in one step, all tokens together."""
     return [
-        sum(layout.blocks[call].output_bytes for visit in stage.outgoing for call in visit)
+        sum(output_bytes(layout.blocks[call]) for visit in stage.outgoing for call in visit)
         for stage in stages.stages[:-1]
     ]
 

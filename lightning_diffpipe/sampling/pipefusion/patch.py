@@ -203,18 +203,16 @@ class PartRun(Run):
         if here == stage.ends[visit]:
             if stage.outgoing[visit]:
                 for c in stage.outgoing[visit]:
-                    self._refuse_other_shapes(layout.blocks[c], self._slices(c))
+                    shapes = list(map(TensorShape.of, self._slices(c)))
+                    if shapes != (expected := layout.blocks[c].shapes(self.part)):
+                        raise LayoutError(
+                            f"{layout.blocks[c].name} returned {shapes}, and the next rank expects {expected}; "
+                            "take method=single"
+                        )
                 self.send([x for c in stage.outgoing[visit] for x in self._slices(c)])
             if self.stops and visit == len(stage.ends) - 1:
                 raise _Stop
         return self._whole(here)
-
-    def _refuse_other_shapes(self, block: Block, slices: Slices) -> None:
-        shapes, expected = list(map(TensorShape.of, slices)), block.shapes(self.part)
-        if shapes != expected:
-            raise LayoutError(
-                f"{block.name} returned {shapes}, and the next rank expects {expected}; take method=single"
-            )
 
     def _execute(
         self, here: int, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -120,14 +120,6 @@ class _OverRanks:
         raise NotImplementedError
 
 
-def _places(call: AttentionCall, owned: Sequence[Selection]) -> list[Selection]:
-    """Returns positions among all tokens, of positions among the tokens of a part."""
-    index = call.own().index
-    if index is None:
-        return list(owned)
-    return [Selection(call.tokens.size, index[each.index]) for each in owned]
-
-
 class Ulysses(_OverRanks):
     """All tokens of some heads on each rank."""
 
@@ -234,7 +226,11 @@ class Ring(_OverRanks):
         q, k, v = call.q, call.k, call.v
         scale = call.options.get("scale") or 1 / math.sqrt(q.shape[-1])
         keys = self._inner.in_shares(call)
-        places = _places(call, owned)
+        # Positions among all tokens, of positions among those of the part.
+        index = call.own().index
+        places = list(owned)
+        if index is not None:
+            places = [Selection(call.tokens.size, index[each.index]) for each in owned]
         if keys.mask is not None and keys.mask.shape[-2] == call.tokens.size > 1:
             keys.mask = places[me].take(keys.mask, -2)
         total: tuple[Tensor, Tensor] | None = None

@@ -283,11 +283,6 @@ class Block:
             shapes.append(TensorShape(tuple(shape), self.results[leaf].dtype))
         return shapes
 
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of all tokens it returns."""
-        return sum(shape.nbytes for shape in self.shapes(WHOLE))
-
 
 def without_memory(shape: TensorShape, fill: float, device: torch.device) -> Tensor:
     """Makes a tensor of one number for all, such as a placeholder."""

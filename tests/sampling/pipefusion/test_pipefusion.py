@@ -25,7 +25,7 @@ from tests.sampling.models import (
     sample_plainly,
 )
 from tests.sampling.ranks_in_threads import sample_together
-from tests.sampling.traffic import assert_traffic_is_as_planned
+from tests.sampling.traffic import assert_traffic_is_as_planned, output_bytes
 
 FAST = ("sd3",)
 ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
@@ -170,7 +170,7 @@ def test_what_crosses_a_cut(name, tiny_models):
     sampler = knowing(PipeFusion(tiny.model, num_patches=2), name, tiny)
     layout = sampler.prepare(request_for(name, tiny=tiny)).layout
     tokens = 16 * 6 + (7 if name == "sd3" else 0)
-    assert layout.blocks[0].output_bytes == 8 * 4 * tokens * 16
+    assert output_bytes(layout.blocks[0]) == 8 * 4 * tokens * 16
 
 
 @pytest.mark.slow
