@@ -178,7 +178,12 @@ class Predictor:
             ConfigurationError: The model, the method or the mesh cannot work; on all ranks.
             CheckpointError: Weights are missing; on all ranks.
         """
-        parts = {n: v for n, v in further.items() if _is_part(n, v)}
+        # None leaves out a part of a pipeline; others are saved in folders.
+        parts = {
+            n: v
+            for n, v in further.items()
+            if (_OPTIONAL_PART.fullmatch(n) if v is None else hasattr(v, "save_pretrained"))
+        }
         given = {n: v for n, v in further.items() if n not in parts}
         given |= {"num_patches": num_patches, "warmup_steps": warmup_steps}
         options = _options_of(method, given)
@@ -557,13 +562,6 @@ def _opened(
         look = partial(Identity.of, arguments, source.denoiser, source.weights)
         refuse_other_models(world, world.agree("comparing weights", look))
     return source
-
-
-def _is_part(name: str, value: Any) -> bool:
-    """Returns whether an argument is a part of a pipeline, or leaves one out."""
-    if value is None:
-        return _OPTIONAL_PART.fullmatch(name) is not None
-    return callable(getattr(value, "save_pretrained", None))
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -113,24 +113,6 @@ def fit_mesh(num_ranks: int, method: str, **wish: int | None) -> SamplingMesh:
     return mesh
 
 
-def refuse_axes(num_ranks: int, **wish: int | None) -> None:
-    """Raises ConfigurationError if no mesh of all ranks has these sizes, whatever the method is.
-
-    Example:
-        >>> refuse_axes(6, data=3)
-        >>> refuse_axes(3, guidance=2)
-        Traceback (most recent call last):
-        lightning_diffpipe.errors.ConfigurationError: 3 ranks cannot be divided as guidance=2; ...
-    """
-    wish = {name: size for name, size in wish.items() if size is not None}
-    every = fitting_meshes(num_ranks, get_args(Axis))
-    if not any(wish.items() <= asdict(mesh).items() for mesh in every):
-        raise ConfigurationError(
-            f"{num_ranks} ranks cannot be divided as {_text(wish)}; choose sizes whose product divides "
-            f"{num_ranks}, with guidance 1 or 2, or leave them out"
-        )
-
-
 def _text(wish: Mapping[str, int | None]) -> str:
     return ", ".join(f"{name}={size}" for name, size in wish.items())
 

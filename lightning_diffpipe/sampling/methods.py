@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -31,7 +32,7 @@ from lightning_diffpipe.planning.sampling_rule import (
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.loop import settings_restored
-from lightning_diffpipe.sampling.mesh import Axis, MeshLinks, SamplingMesh, fit_mesh, refuse_axes
+from lightning_diffpipe.sampling.mesh import Axis, MeshLinks, SamplingMesh, fit_mesh
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     SEQUENCE_MODES,
@@ -146,7 +147,13 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
     if not any(set(options.further) <= taken for taken in takers):
         raise _unknown(options, set().union(*takers))
     if method == "auto":
-        refuse_axes(num_ranks, **wish)
+        sizes = {axis: size for axis, size in wish.items() if size is not None}
+        if num_ranks % math.prod(sizes.values()) or sizes.get("guidance", 1) > 2:
+            asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+            raise ConfigurationError(
+                f"{num_ranks} ranks cannot be divided as {asked}; choose sizes whose product divides {num_ranks}, "
+                "with guidance 1 or 2, or leave them out"
+            )
         for name in ("mode", "sequence_mode"):
             if name in options.further:
                 require_choice(name, options.further[name], list(SEQUENCE_MODES))

@@ -100,17 +100,6 @@ class PatchSchedulers:
         return _dense(x.narrow(at, start, length))
 
 
-def refuse_unless_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> None:
-    """Raises ConfigurationError, naming the scheduler, unless it is elementwise (`is_elementwise`)."""
-    if not is_elementwise(scheduler, timesteps, ndim, axis):
-        raise ConfigurationError(
-            f"{type(scheduler).__name__} looks at all rows of the latents in one step "
-            "(thresholding, or noise that is not drawn by torch.randn), so patches cannot be stepped "
-            "apart; switch that off, or use another scheduler such as FlowMatchEulerDiscreteScheduler, "
-            "DDIMScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler or UniPCMultistepScheduler"
-        )
-
-
 def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> bool:
     """Tries whether stepping two halves with two copies equals stepping the whole, over all timesteps.
 

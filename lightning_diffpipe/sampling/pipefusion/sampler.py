@@ -32,18 +32,24 @@ from typing import Literal
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Alone, Links
-from lightning_diffpipe.errors import ConfigurationError, require_choice, require_number
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    PartitionError,
+    require_choice,
+    require_number,
+)
+from lightning_diffpipe.planning.partition import minimax_cuts
 from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
 from lightning_diffpipe.sampling.pipefusion.run import PipeFusionRun, PipeFusionSetting
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     SEQUENCE_MODES,
     SequenceMode,
 )
-from lightning_diffpipe.sampling.pipefusion.stages import Stages, balanced_split, measured_costs
+from lightning_diffpipe.sampling.pipefusion.stages import Stages, measured_costs
 from lightning_diffpipe.sampling.rehearsal import Predict, rehearse, rehearse_sharing
 from lightning_diffpipe.sampling.report import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.request import Request, require_warmup
-from lightning_diffpipe.sampling.schedulers import refuse_unless_elementwise
+from lightning_diffpipe.sampling.schedulers import is_elementwise
 from lightning_diffpipe.sampling.tracing.layout import Layout, Part
 from lightning_diffpipe.sampling.tracing.probe import MAX_LAYOUTS, LayoutStore
 
@@ -241,7 +247,14 @@ class PipeFusion:
             layout.split_range(units, num_sharing)
         if self.num_patches * num_sharing > 1:  # each steps rows of its own
             scheduler, ndim = request.scheduler, request.latents.ndim
-            refuse_unless_elementwise(scheduler, request.timesteps, ndim, layout.axis)
+            if not is_elementwise(scheduler, request.timesteps, ndim, layout.axis):
+                raise ConfigurationError(
+                    f"{type(scheduler).__name__} looks at all rows of the latents in one step "
+                    "(thresholding, or noise that is not drawn by torch.randn), so patches cannot be stepped "
+                    "separately; switch that off, or use another scheduler such as DDIMScheduler, "
+                    "FlowMatchEulerDiscreteScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler or "
+                    "UniPCMultistepScheduler"
+                )
 
     def _decide(self, request: Request) -> tuple[Layout, tuple[int, ...]]:
         layout = self.layouts.layout_for(request)
@@ -259,8 +272,13 @@ class PipeFusion:
             return layout, ()
         names = tuple(layout.block_names)
         if names not in self._cuts:
+            if self.links.num_ranks > len(names):
+                raise PartitionError(
+                    f"cannot spread {len(names)} blocks over {self.links.num_ranks} ranks; use at most "
+                    f"{len(names)} ranks for the pipeline, and the others for guidance or for more prompts"
+                )
             costs = measured_costs(layout, request)
-            self._cuts[names] = balanced_split(layout, self.links.num_ranks, costs)
+            self._cuts[names] = minimax_cuts(costs, self.links.num_ranks)[1:]
         return layout, self._cuts[names]
 
 

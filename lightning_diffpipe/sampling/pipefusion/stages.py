@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.errors import LayoutError, PartitionError
 from lightning_diffpipe.graph.calltree import Forward
-from lightning_diffpipe.planning.partition import minimax_cuts
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing.layout import Layout
 from lightning_diffpipe.sampling.tracing.marks import calls_answered
@@ -122,17 +121,6 @@ def resident_parameters(model: nn.Module, layout: Layout, stages: Stages, rank: 
         for name, _ in model.named_parameters()
         if not name.startswith(foreign) or name in layout.glue_parameters
     }
-
-
-def balanced_split(layout: Layout, num_ranks: int, costs: Sequence[float]) -> tuple[int, ...]:
-    """Finds positions that make the slowest rank fastest; raises PartitionError for fewer blocks than ranks."""
-    num_blocks = len(layout.block_names)
-    if num_ranks > num_blocks:
-        raise PartitionError(
-            f"cannot spread {num_blocks} blocks over {num_ranks} ranks; use at most {num_blocks} "
-            "ranks for the pipeline, and the others for guidance or for more prompts"
-        )
-    return minimax_cuts(costs, num_ranks)[1:]
 
 
 def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[float]:
