@@ -203,68 +203,56 @@ class DiffusersFolder:
     """
 
     def __init__(self, path: Path, leads: bool, device: torch.device, opening: Opening) -> None:
-        dtype, variant, parts = opening.dtype, opening.variant, opening.parts
-        index = _model_index(path, parts, opening.pipeline_class)
-        names = denoisers_among(n for n, entry in index.items() if not _is_absent(entry))
-        if not names:
-            raise ConfigurationError(
-                f"the {index['_class_name']} at {path} has no transformer and no unet, so nothing can be sampled; "
-                "it has " + ", ".join(n for n in index if not n.startswith("_"))
-            )
-        self.name = names[0]
-        folder = path / self.name
-        library, class_name = index[self.name] or ("missing", "part")
-        if library != "diffusers" or not hasattr(diffusers, class_name):
-            raise ConfigurationError(
-                f"{path}: the {self.name} is a {library}.{class_name}, not a model of diffusers "
-                f"{diffusers.__version__}"
-            )
-        cls = getattr(diffusers, class_name)
-        weights = opened_weights(folder, variant)
-        present = [name for name, entry in index.items() if is_component(entry)]
-        pipeline_class = index["_class"]
-        config = _config(cls, folder)
-        unet = config if self.name == "unet" else None
-        added = read_loras(opening.loras or {}, pipeline_class, present, unet)
-        adapters = opening.ip_adapters or {}
-        files = require_ip_adapters(pipeline_class, adapters)
-        stored = [name for name in present if name not in parts]  # what is given stays as it is
-        self._quantizations = quantizations_of(opening.quantization, stored)
-        self.denoiser = skeleton(cls, config, device, dtype)
-        check_weights(self.denoiser, weights)
-        self._path, self._index, self._device = path, index, device
-        self._options = {"dtype": dtype, "variant": variant}
-        if parts.get(self.name) is not None:
+        dtype, variant, given = opening.dtype, opening.variant, opening.parts
+        index = _model_index(path, given, opening.pipeline_class)
+        self.name, denoiser_class = _denoiser_class(path, index)
+        if given.get(self.name) is not None:
             raise ConfigurationError(
                 f"{self.name}=... cannot be given: ranks read its weights themselves; save the pipeline with it "
                 "to a folder, and open that"
             )
-        self._given = {name: part for name, part in parts.items() if part is not None}
-        self._parts: dict[str, nn.Module] = {}
-        self._loras, self._vae = added, opening.vae
-        self._pipeline, self._has_ip_adapters = None, bool(adapters)
+        self._path, self._index, self._device, self._vae = path, index, device, opening.vae
+        self._options = {"dtype": dtype, "variant": variant}
+        self._given = {name: part for name, part in given.items() if part is not None}
+        self._parts: dict[str, nn.Module] = {}  # read by this rank, but for the denoiser
+        weights = opened_weights(path / self.name, variant)
+        config = _config(denoiser_class, path / self.name)
+        present = [name for name, entry in index.items() if is_component(entry)]
+        unet = config if self.name == "unet" else None
+        self._loras = read_loras(opening.loras or {}, index["_class"], present, unet)
+        adapters = opening.ip_adapters or {}
+        files = require_ip_adapters(index["_class"], adapters)
+        self._has_ip_adapters = bool(adapters)
+        stored = [name for name in present if name not in given]  # what is given stays as it is
+        self._quantizations = quantizations_of(opening.quantization, stored)
+        self.denoiser = skeleton(denoiser_class, config, device, dtype)
+        check_weights(self.denoiser, weights)
+        self._pipeline = self._whole_pipeline(files) if leads else None
         if not leads:
-            add_to_others(self._given, self.name, added)
-        else:
-            loaded = {self.name: self.denoiser, **self._given}
-            self._pipeline = _load_others(path, index, loaded, **self._options)
-            add_to_others(self._pipeline.components, self.name, added)
-            for name, part in self._pipeline.components.items():
-                if isinstance(part, nn.Module) and part is not self.denoiser:
-                    self._placed(name, part)
-            self._pipeline.set_progress_bar_config(disable=True)
-            self._save_memory(self._pipeline)
-            load_image_encoder(self._pipeline, files, device, dtype)
+            add_to_others(self._given, self.name, self._loras)
         if adapters:
             weights = with_ip_adapters(self.outline(), self.denoiser, weights, adapters)
-        if added:
-            weights = AdaptedWeights(weights, self.name, self.denoiser, added)
+        if self._loras:
+            weights = AdaptedWeights(weights, self.name, self.denoiser, self._loras)
         self.weights: Weights | None = weights
         quantize_components(self._quantizations, {self.name: self.denoiser}, trains=False)
         sizes = weights.quantized_bytes()
         for name, parameter in self.denoiser.named_parameters():
             if name in sizes:
                 note_stored_bytes(parameter, sizes[name])
+
+    def _whole_pipeline(self, adapter_files: Collection[Path]) -> Any:
+        """Returns the pipeline with all parts placed but the denoiser, for the rank that leads."""
+        parts = {self.name: self.denoiser, **self._given}
+        pipeline = _load_others(self._path, self._index, parts, **self._options)
+        add_to_others(pipeline.components, self.name, self._loras)
+        for name, part in pipeline.components.items():
+            if isinstance(part, nn.Module) and part is not self.denoiser:
+                self._placed(name, part)
+        pipeline.set_progress_bar_config(disable=True)
+        self._save_memory(pipeline)
+        load_image_encoder(pipeline, adapter_files, self._device, self._options["dtype"])
+        return pipeline
 
     def _placed(self, name: str, part: nn.Module) -> nn.Module:
         """Moves a component to the device, where it is quantized."""
@@ -362,6 +350,27 @@ class DiffusersFolder:
             added |= {f"{folder.name}: {tensor}": text for tensor, text in other.weights.items()}
         first = Identity.of_folder(self._path / name, variant, added)
         return replace(first, config={**first.config, **configs})
+
+
+def _denoiser_class(path: Path, index: Mapping[str, Any]) -> tuple[str, Any]:
+    """Returns the name of the denoiser that ranks share among the parts of a pipeline, and its class.
+
+    Raises:
+        ConfigurationError: There is none, or one of no known class.
+    """
+    names = denoisers_among(n for n, entry in index.items() if not _is_absent(entry))
+    if not names:
+        raise ConfigurationError(
+            f"the {index['_class_name']} at {path} has no transformer and no unet, so nothing can be sampled; "
+            "it has " + ", ".join(n for n in index if not n.startswith("_"))
+        )
+    library, class_name = index[names[0]] or ("missing", "part")
+    if library != "diffusers" or not hasattr(diffusers, class_name):
+        raise ConfigurationError(
+            f"{path}: the {names[0]} is a {library}.{class_name}, not a model of diffusers "
+            f"{diffusers.__version__}"
+        )
+    return names[0], getattr(diffusers, class_name)
 
 
 def _model_index(
