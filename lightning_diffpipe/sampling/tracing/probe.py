@@ -17,7 +17,7 @@ equal blocks run once (`repeats.py`). Weights do not matter, so placeholders wil
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -217,13 +217,13 @@ class _Probe:
     # --- 3: axes of arguments and results -----------------------------------------------------------
 
     def _blocks(self, owners: list[_Owners]) -> list[Block]:
-        known: dict[str, tuple[Block, Any]] = {}
+        known: dict[Hashable, tuple[Block, Any]] = {}
         blocks: list[Block] = []
 
         def wrap(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
             attention = owners[len(blocks)]
-            keys = [None if a is None else a.owner.tolist() for a in attention]
-            kind = f"{self._kinds.of(name, args, kwargs)} {keys}"
+            keys = [None if a is None else tuple(a.owner.tolist()) for a in attention]
+            kind = self._kinds.of(name, args, kwargs), *keys
             if kind not in known:
                 known[kind] = traced(name, forward, args, kwargs, attention)
             block, out = known[kind]
