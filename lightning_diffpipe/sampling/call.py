@@ -11,7 +11,6 @@ A first run of the pipeline's call on rank 0 finds it (`dry_run.py`). Every rank
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -44,7 +43,6 @@ from lightning_diffpipe.sampling.schedulers import (
 )
 
 _NAN = float("nan")
-_log = logging.getLogger(__name__)
 
 
 @dataclass
