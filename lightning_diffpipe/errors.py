@@ -28,7 +28,7 @@ rank, as no other knows it. `raised_by_all` marks the first kind.
 import contextlib
 import math
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -192,19 +192,18 @@ def require_number(
         raise ConfigurationError(f"{name} must be {f'{number} {bounds}'.strip()}; got {value!r}")
 
 
-def require_choice(name: str, value: Any, choices: Collection[Any]) -> None:
-    """Raises ConfigurationError for an argument that is none of some values."""
-    if value not in choices:
-        raise ConfigurationError(
-            f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}"
-        )
-
-
 def require_flags(**values: Any) -> None:
     """Raises ConfigurationError for an argument that is neither true nor false."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ConfigurationError(f"{name} must be true or false; got {value!r}")
+
+
+def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raises ConfigurationError for an argument that is none of some choices."""
+    if value not in choices:
+        *others, last = map(str, choices)
+        raise ConfigurationError(f"{name}={value!r}; choose {', '.join(others)} or {last}")
 
 
 def require_timeout(timeout_s: Any, name: str = "timeout_s") -> None:

@@ -5,7 +5,7 @@
 
 The journey of a request:
 
-    rank 0     prompts -> text encoders -> start noise -> Call          sampling/call.py, record.py
+    rank 0     prompts -> text encoders -> start noise -> Call          sampling/dry_run.py, record.py
     all ranks  Call, broadcast -> this rank's share of samples, branch  sampling/call.py, mesh.py
     all ranks  denoising steps, this rank's layers or rows of them      sampling/pipefusion/, distrifusion/
     all ranks  latents -> tiles or images, decoded -> rank 0          sampling/decoding.py
@@ -50,9 +50,10 @@ from lightning_diffpipe.model_sources import (
     refuse_module,
     source_of_module,
 )
-from lightning_diffpipe.sampling.call import Call, told_apart
+from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.decoding import Decoding
 from lightning_diffpipe.sampling.digests import Identity, refuse_other_models, refuse_other_request
+from lightning_diffpipe.sampling.dry_run import observe_samples
 from lightning_diffpipe.sampling.methods import (
     Chooser,
     MethodOptions,
@@ -65,7 +66,6 @@ from lightning_diffpipe.sampling.rehearsal import forget_variables, release_memo
 from lightning_diffpipe.sampling.report import SamplingReport, merge
 from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import Settings, Source
-from lightning_diffpipe.sampling.step_caches import described
 from lightning_diffpipe.sampling.world import World, join_world
 from lightning_diffpipe.training.processes import take_place_in_slurm
 
@@ -178,14 +178,22 @@ class Predictor:
             ConfigurationError: The model, the method or the mesh cannot work; on all ranks.
             CheckpointError: Weights are missing; on all ranks.
         """
-        parts = {n: v for n, v in further.items() if _is_part(n, v)}
+        # None leaves out a part of a pipeline; others are saved in folders.
+        parts = {
+            n: v
+            for n, v in further.items()
+            if (_OPTIONAL_PART.fullmatch(n) if v is None else hasattr(v, "save_pretrained"))
+        }
         given = {n: v for n, v in further.items() if n not in parts}
         given |= {"num_patches": num_patches, "warmup_steps": warmup_steps}
         options = _options_of(method, given)
         _limit_waits(timeout_s, busy_timeout_s)
         with raised_by_all():
             dtype = dtype_named("dtype", dtype)
-        world, where = _world(device, alone, timeout_s)
+        if not alone:
+            take_place_in_slurm()
+        where = _device(device)
+        world = World.alone(where) if alone else join_world(where, timeout_s)
         vae = [name for name, is_on in (("tiling", vae_tiling), ("slicing", vae_slicing)) if is_on]
         loading = {"dtype": dtype, "ema": ema, "variant": variant, "parts": parts, "vae": vae}
         loading |= {"pipeline_class": pipeline_class, "ip_adapters": ip_adapters, "base": base}
@@ -296,12 +304,12 @@ class Predictor:
             return
         self._is_closed = True
         if self._worker is not None:
-            self._worker.close()
+            self._worker.place.disconnect()
             self._worker = None
         if self._broken_by is None:
-            self._world.disconnect()
+            self._world.links.disconnect()
         else:
-            self._world.abandon()
+            self._world.links.abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -320,7 +328,7 @@ class Predictor:
             nonlocal has_begun
             has_begun = True
             if self._divides():
-                call = told_apart(call)
+                call = observe_samples(call)
             if self._world.num_ranks > 1 and self.options.decoding == "auto":
                 self._decoding.divide_in(call.pipeline)
             latents = self._sample(broadcast(lambda: (settings.as_texts(), call.packed()))[1])
@@ -383,17 +391,10 @@ class Predictor:
         self._world.enter("decoding latents", works=self._world.rank == 0)
         self.report = merge(reports) if self._world.rank == 0 else None
         if ranks := [str(rank) for rank, each in enumerate(reports) if not each.is_finite]:
-            method, dtype = reports[0].options.method, str(self.source.denoiser.dtype)[6:]
-            advice = (
-                "lower guidance_scale, or look at the weights and at what the pipeline is given"
-            )
+            dtype = str(self.source.denoiser.dtype)[6:]
+            advice = "lower guidance_scale, or look at the weights and the pipeline's arguments"
             if dtype == "float16":
                 advice = "the model may overflow: choose dtype=bfloat16 or float32"
-            if method != "single" or len(reports) > 1:
-                advice += (
-                    "; if one rank draws the same request with method=single, the fault is that of "
-                    f"method={method} on {len(reports)} ranks: please report it"
-                )
             with raised_by_all():
                 raise SamplingError(  # images would be black
                     f"final latents are not finite (ranks {', '.join(ranks)}; {reports[0].num_steps} steps in "
@@ -422,7 +423,7 @@ class Predictor:
             call = packed.unpacked(self.device)
             try:
                 # What NCCL has posted cannot be taken back, so that peers wait for as long as they may.
-                give_up = worker.abandon if self._world.backend == "gloo" else lambda: None
+                give_up = worker.place.abandon if self._world.backend == "gloo" else lambda: None
                 # All have loaded before the first message, whose receiver waits for `timeout_s` only.
                 load = partial(self._load, worker, call)
                 prepared = self._world.agree("reading weights and probing", load, give_up)
@@ -439,7 +440,7 @@ class Predictor:
                     raise
                 shares = self._world.num_ranks > 1 and self._world.backend == "gloo"
                 if shares or self._chooser is not None:
-                    worker.abandon()  # ranks may have sent what others have not received
+                    worker.place.abandon()  # ranks may have sent what others have not received
                     self._worker = None
                 if self._chooser is None:
                     raise
@@ -482,7 +483,7 @@ class Predictor:
         if self._world.backend == "gloo":
             forget_variables(error)
             if worker is not None:
-                worker.abandon()
+                worker.place.abandon()
 
     def _connect_anew(self) -> None:
         """Joins all ranks again after an error in the middle of a request; collective."""
@@ -493,7 +494,7 @@ class Predictor:
                 f"an earlier request ended in the middle: {self._broken_by}; over NCCL its messages cannot be "
                 "taken back, so that this predictor draws no more: start its processes again"
             )
-        self._world.abandon()
+        self._world.links.abandon()
         self._world = join_world(self.device, self.timeout_s)
         self._broken_by = None
 
@@ -534,16 +535,6 @@ def _limit_waits(timeout_s: float, busy_timeout_s: float | None) -> None:
         watcher.busy_timeout_s = float(busy_timeout_s)
 
 
-def _world(
-    device: torch.device | str | None, alone: bool, timeout_s: float
-) -> tuple[World, torch.device]:
-    """Returns all ranks, or only this one; and where it computes."""
-    if not alone:
-        take_place_in_slurm()
-    where = _device(device)
-    return World.alone(where) if alone else join_world(where, timeout_s), where
-
-
 def _opened(
     read: Callable[[], Source],
     options: MethodOptions,
@@ -563,23 +554,14 @@ def _opened(
     if world.num_ranks > 1 and loading is not None:
         arguments = {f.name: getattr(options, f.name) for f in fields(options)} | dict(loading)
         arguments["parts"] = list(loading["parts"])
+        if (cache := options.cache) is not None:  # which does not print all of its fields
+            arguments["cache"] = [type(cache).__name__, vars(cache)]
         # Files may lie elsewhere on each host; what is in them is among the weights.
-        arguments["cache"] = described(options.cache)
         arguments["ip_adapters"] = list((loading["ip_adapters"] or {}).values())
         arguments.pop("base")
-        # Functions in it have addresses in their names.
-        quantization = re.sub(r" at 0x[0-9a-f]+", "", str(loading["quantization"]))
-        arguments["quantization"] = quantization
         look = partial(Identity.of, arguments, source.denoiser, source.weights)
         refuse_other_models(world, world.agree("comparing weights", look))
     return source
-
-
-def _is_part(name: str, value: Any) -> bool:
-    """Returns whether an argument is a part of a pipeline, or leaves one out."""
-    if value is None:
-        return _OPTIONAL_PART.fullmatch(name) is not None
-    return callable(getattr(value, "save_pretrained", None))
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -21,8 +21,7 @@ from lightning_diffpipe.profiling.measure import give_back
 from lightning_diffpipe.quantization import quantization_named, quantize_components
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
-from lightning_diffpipe.sampling.tracing.attention import set_attention
-from lightning_diffpipe.sampling.tracing.compiled import compile_blocks
+from lightning_diffpipe.sampling.tracing.attention import compile_blocks, set_attention
 
 DEPTH = {"num_layers": 6, "num_single_layers": 12}
 ATTENTION = ("native", "_native_math", "_native_efficient", "_native_flash", "_native_cudnn")

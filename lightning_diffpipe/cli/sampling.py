@@ -21,14 +21,19 @@ from lightning_diffpipe.cli.launch import (
     share_cores,
 )
 from lightning_diffpipe.cli.values import named, plain, require_writable_folder, verb
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DiffPipeError,
+    raised_by_all,
+    require_choice,
+    require_flags,
+)
 from lightning_diffpipe.files import write_atomically
 
 _MAX_COLUMNS = 8
 _REPORT, _GRID, _DIFFERENCE = "report.json", "grid.png", "difference.png"
 _OURS = re.compile(r"\d{3,}\.(png|mp4|gif|npy|pt)|grid\.png|difference\.png|report\.json")
 _OUTPUT_TYPES = {"pil": ".png", "np": ".npy", "pt": ".pt", "latent": ".pt"}
-_VIDEO_FORMATS = ("mp4", "gif", "png")
 _SWITCHES = {"ema", "verify", "hide_unseen"}
 _COMMON = ("compile", "decoding", "cache", "attention")
 _ASKED = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
@@ -87,11 +92,9 @@ def _refuse_values(values: dict[str, Any]) -> None:
         raise ConfigurationError("output=null names no folder; leave it out for a new one")
     dtype_named("dtype", values["dtype"])
     accelerator = values["trainer"]["accelerator"]
-    if accelerator not in ("cpu", "gpu", "cuda"):
-        raise ConfigurationError(f"trainer.accelerator={accelerator!r}; choose cpu or gpu")
-    for name, choices in (("output_type", tuple(_OUTPUT_TYPES)), ("video_format", _VIDEO_FORMATS)):
-        if values[name] not in choices:
-            raise ConfigurationError(f"{name}={values[name]!r}; choose {', '.join(choices)}")
+    require_choice("trainer.accelerator", accelerator, ("cpu", "gpu", "cuda"))
+    require_choice("output_type", values["output_type"], list(_OUTPUT_TYPES))
+    require_choice("video_format", values["video_format"], ("mp4", "gif", "png"))
     if values["report"] and values["output_type"] != "pil":
         raise ConfigurationError(
             f"report=true compares images, and output_type={values['output_type']} has none; leave one out"
@@ -123,28 +126,12 @@ def _options(values: dict[str, Any]) -> dict[str, Any]:
     for name, files in (values["images"] or {}).items():
         if name in options:
             raise ConfigurationError(f"{name} is given twice, as images.{name} and options.{name}")
-        several, num = isinstance(files, list), len(values["prompts"])
-        of_each_part = name.startswith("ip_adapter_") or _has_several_controlnets(values["path"])
-        if several and len(files) != num and not of_each_part:
-            raise ConfigurationError(
-                f"images.{name} has {len(files)} files for {num} prompts; give one for each, or one for all"
-            )
+        several = isinstance(files, list)
         images = [_opened(name, file) for file in (files if several else [files])]
         options[name] = images if several else images[0]
     if values["output_type"] != "pil":
         options["output_type"] = values["output_type"]
     return options
-
-
-def _has_several_controlnets(path: str) -> bool:
-    """Returns whether the pipeline of a diffusers folder takes a list of images, one for each ControlNet."""
-    file = Path(path) / "model_index.json"
-    try:
-        entry = json.loads(file.read_text()).get("controlnet")
-    except (OSError, ValueError):
-        # What is wrong with it, or with a hub id, is said where it is opened.
-        return False
-    return isinstance(entry, list) and str(entry[-1]).startswith("Multi")
 
 
 def _opened(name: str, file: Any) -> Any:
@@ -193,9 +180,8 @@ def _refuse_request(values: dict[str, Any], num_ranks: int) -> None:
     from lightning_diffpipe.sampling.methods import MethodOptions, fitted
     from lightning_diffpipe.sampling.source import Settings
 
-    for name in _SWITCHES & values["sampler"].keys():
-        if not isinstance(value := values["sampler"][name], bool | None):
-            raise ConfigurationError(f"sampler.{name} must be true or false; got {value!r}")
+    switches = {n: values["sampler"][n] for n in _SWITCHES & values["sampler"].keys()}
+    require_flags(**{f"sampler.{n}": x for n, x in switches.items() if x is not None})
     own = {field.name for field in fields(MethodOptions)} - {"further", "mesh", "reason"}
     common = {name: values[name] for name in _COMMON}
     sampler = {name: value for name, value in values["sampler"].items() if name in own}
@@ -217,8 +203,8 @@ def _sample(values: dict[str, Any]) -> Any:
     for name in _written_earlier(folder):  # which might be taken for images of this run
         (folder / name).unlink(missing_ok=True)
 
-    def write_numbers(found: dict[str, Any]) -> None:
-        text = json.dumps(found, indent=2, default=str, allow_nan=False)
+    def write_numbers(numbers: dict[str, Any]) -> None:
+        text = json.dumps(numbers, indent=2, default=str, allow_nan=False)
         write_atomically(folder / _REPORT, text + "\n")
 
     files = [_REPORT, *_write_sampled(images, values, folder)]
@@ -228,7 +214,7 @@ def _sample(values: dict[str, Any]) -> Any:
         _rows([images], min(_MAX_COLUMNS, len(images))).save(folder / _GRID)
         say(f"{folder / _GRID}  all of them")
     say(f"\n{report}")
-    numbers = report.to_dict() | {"files": files}
+    numbers = vars(report) | {"files": files}
     write_numbers(numbers)  # before what may fail, or be killed for memory
     if values["report"]:
         files.append(_DIFFERENCE)
@@ -301,9 +287,9 @@ def _write_sampled(sampled: Any, values: dict[str, Any], folder: Path) -> list[s
 
 def _write(sampled: Any, path: Path, fps: int) -> None:
     """Writes an image, the frames of a video, an array or a tensor, as the ending of the file says."""
-    if path.suffix == ".npy":
-        import numpy as np
+    import numpy as np
 
+    if path.suffix == ".npy":
         np.save(path, sampled)
     elif path.suffix == ".pt":
         import torch
@@ -315,8 +301,6 @@ def _write(sampled: Any, path: Path, fps: int) -> None:
             path, save_all=True, append_images=sampled[1:], duration=round(1000 / fps), loop=0
         )
     elif path.suffix == ".mp4":
-        import numpy as np
-
         av = _require_encoder()
         width, height = sampled[0].size
         missing = (0, height % 2), (0, width % 2), (0, 0)
@@ -387,17 +371,17 @@ def _compare(images: list[Any], values: dict[str, Any], folder: Path) -> dict[st
     seconds = f"{alone.report.step_s:.3g} s a step on {threads} thread{'s' if threads > 1 else ''}"
     distance = _how_far(decibels)
     say(f"{'one process':13} {distance} the images of one process, which takes {seconds}")
-    found: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         "psnr_db": [None if math.isinf(x) else x for x in decibels],  # JSON has no infinity
         "one_process_step_s": alone.report.step_s,
         "one_process_threads": threads,  # others may sum in another order, and draw other last bits
     }
     say(f"{folder / _DIFFERENCE}  this, one process, their difference times 8")
-    return found
+    return numbers
 
 
 def _how_far(decibels: list[float]) -> str:
-    """Returns what to say about images by their PSNR; equal ones, whose PSNR is infinite, are counted apart.
+    """Returns what to say about images by their PSNR; equal ones, whose PSNR is infinite, are counted separately.
 
     Example:
         >>> _how_far([41.0, math.inf, 40.0])

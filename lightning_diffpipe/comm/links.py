@@ -139,6 +139,12 @@ class Links(Protocol):
     def finish(self) -> None:
         """Waits until every send has left; what comes has been waited for."""
 
+    def disconnect(self) -> None:
+        """Destroys process groups made for these links, once every send has left; here there are none."""
+
+    def abandon(self) -> None:
+        """Destroys process groups made for these links as they are; here there are none."""
+
 
 def start_all_gather(
     links: Links, tensor: Tensor, shapes: Sequence[TensorShape], kind: MessageKind

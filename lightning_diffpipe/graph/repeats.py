@@ -39,7 +39,7 @@ _CONTAINERS = (list, tuple, dict)
 _PLAIN = (*CONSTANT_TYPES, bytes, enum.Enum, type, types.BuiltinFunctionType, types.ModuleType)
 
 
-class _UnlikeError(Exception):
+class UnlikeError(Exception):
     """Something cannot be compared with others of its kind."""
 
 
@@ -111,10 +111,10 @@ class Repeats:
             known = tuple(
                 (_meta(leaf), leaf.requires_grad, first.setdefault(storage_key(leaf), i))
                 if isinstance(leaf, Tensor)
-                else _described(leaf)
+                else described(leaf)
                 for i, leaf in enumerate(leaves)
             )
-        except _UnlikeError:
+        except UnlikeError:
             return None
         where = torch.is_grad_enabled(), *autocasts(), torch.get_default_dtype()
         key = self._ids[id(module)], str(spec), known, where, more
@@ -128,9 +128,9 @@ class Repeats:
         try:
             children = {name: self._ids.get(id(child)) for name, child in module.named_children()}
             if None in children.values():
-                raise _UnlikeError
+                raise UnlikeError
             structure = self.structure_of(module), tuple(children.items())
-        except _UnlikeError:
+        except UnlikeError:
             number = None
         else:
             number = self._structures.setdefault(structure, len(self._structures))
@@ -138,21 +138,21 @@ class Repeats:
         return number
 
     def structure_of(self, module: nn.Module, but: str = "") -> Hashable:
-        """Returns what a module itself computes by, but for one attribute, or raises _UnlikeError."""
+        """Returns what a module itself computes by, but for one attribute, or raises UnlikeError."""
         held = vars(module)
         if self._parents[id(module)] > 1 or any(held.get(name) for name in _HOOKS):
-            raise _UnlikeError
+            raise UnlikeError
         tensors = []
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None:
                 tensors.append((name,))
                 continue
             if self._owners[id(tensor)] > 1 or tensor._backward_hooks:
-                raise _UnlikeError
+                raise UnlikeError
             tensors.append((name, _meta(tensor), tensor.requires_grad))
         own = self._names[id(module)]
         settings = tuple(
-            (name, _described(value, own))
+            (name, described(value, own))
             for name, value in held.items()
             if name not in OF_EVERY_MODULE and name != but
         )
@@ -222,7 +222,7 @@ class Call:
         `notes` are what its observer has recorded; None if it saw what other calls cannot be taken to do.
         """
         ran = None
-        with contextlib.suppress(_UnlikeError):
+        with contextlib.suppress(UnlikeError):
             leaves, spec = pytree.tree_flatten(out)
             if notes is not None and self._traces() == self._before:
                 ran = Known(spec, tuple(self._kept(leaves)), notes)
@@ -242,7 +242,7 @@ class Call:
         try:
             modules = self.module.modules()  # whose calls are observed by another `forward`
             structures = [self._repeats.structure_of(module, but="forward") for module in modules]
-        except _UnlikeError:
+        except UnlikeError:
             structures = [object()]
         return [x._version for x in tensors], now, structures, rng.host_state()
 
@@ -253,14 +253,14 @@ class Call:
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 if not isinstance(leaf, CONSTANT_TYPES):
-                    raise _UnlikeError
+                    raise UnlikeError
                 yield leaf
             elif id(leaf) in places:
                 yield _Argument(places[id(leaf)])
             elif id(leaf) in before:
                 yield SameAs(before[id(leaf)])
             elif storage_key(leaf) in known:
-                raise _UnlikeError
+                raise UnlikeError
             else:
                 before[id(leaf)] = index
                 yield _Made(_meta(leaf), self._reached(leaf) if leaf.requires_grad else None)
@@ -286,7 +286,7 @@ class Call:
                 variable = getattr(node, "variable", None)
                 if variable is not None:
                     if id(variable) not in variables:
-                        raise _UnlikeError
+                        raise UnlikeError
                     reached.add(variables[id(variable)])
                 stack.extend(node.next_functions)
         return tuple(sorted(reached, key=str))
@@ -314,14 +314,14 @@ class _Connected(torch.autograd.Function):
 
 
 def _meta(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns the form of a fake tensor, or raises _UnlikeError if it has values."""
+    """Returns the form of a fake tensor, or raises UnlikeError if it has values."""
     if type(tensor) is not FakeTensor or tensor.constant is not None:
-        raise _UnlikeError
+        raise UnlikeError
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
-def _described(value: Any, own: str = "", around: tuple[int, ...] = ()) -> Hashable:
-    """Returns a description of a setting that equal settings share, or raises _UnlikeError.
+def described(value: Any, own: str = "", around: tuple[int, ...] = ()) -> Hashable:
+    """Returns a description of a setting that equal settings share, or raises UnlikeError.
 
     As a setting, the module's name `own` does not distinguish modules; `around` are enclosing objects.
     """
@@ -333,21 +333,21 @@ def _described(value: Any, own: str = "", around: tuple[int, ...] = ()) -> Hasha
         return type(value), value
     if isinstance(value, types.FunctionType):
         if value.__closure__:
-            raise _UnlikeError
+            raise UnlikeError
         return value
     if id(value) in around:
         return "around", around.index(id(value))
     around = *around, id(value)
     if type(value) in _CONTAINERS:
         items = value.items() if isinstance(value, dict) else value
-        return type(value), tuple(_described(item, own, around) for item in items)
+        return type(value), tuple(described(item, own, around) for item in items)
     if isinstance(value, Tensor | nn.Module):
-        raise _UnlikeError
+        raise UnlikeError
     try:
         parts = value.__reduce_ex__(4)  # all that it consists of, as for a copy
     except Exception as error:
-        raise _UnlikeError from error
+        raise UnlikeError from error
     if isinstance(parts, str):
-        raise _UnlikeError
+        raise UnlikeError
     parts = [list(part) if isinstance(part, Iterator) else part for part in parts]
-    return type(value), tuple(_described(part, own, around) for part in parts)
+    return type(value), tuple(described(part, own, around) for part in parts)

@@ -6,7 +6,7 @@ each has an emulator: the same code in one process.
     prompts      predictor · source · skeleton                a model without weights, and those of one rank,
                  loras · ip_adapters                          with what is added to it
        │
-    the loop     call · loop · record · schedulers            a pipeline's own `__call__`, run step by step
+    the loop     dry_run · call · loop · record · schedulers  a pipeline's own `__call__`, run step by step
        │
     a request    request                                      what every method is given, and is compared with
        │
@@ -15,5 +15,5 @@ each has an emulator: the same code in one process.
     a model      tracing/                                     how a transformer can be run in parts
 
 Besides: `world.py` (all ranks), `digests.py` (have all the same model?), `rehearsal.py` (do parts compute the
-same?), `decoding.py` (tiles and images, on all ranks); `statistics.py` and `report.py` are what a request took.
+same?), `decoding.py` (tiles and images, on all ranks), `report.py` (what did a request take?).
 """

@@ -1,9 +1,7 @@
-"""What all ranks need to know to sample one request: plain values that can be sent.
+"""One request without its model: plain values that rank 0 sends to all ranks.
 
-Rank 0, which has all parts, runs the pipeline's call dry, with a denoiser that predicts zeros (`loop.py`). That
-records what the parts answer (`record.py`), counts the steps, shows what the denoiser is called with, and tells by
-NaN whether the loop's own code brings rows together: a `Call`. Every rank, that one included, makes a `Request` of
-it for its own copy, or its own part, of the denoiser:
+A first run of the pipeline's call on rank 0 finds it (`dry_run.py`). Every rank, that one included, makes a
+`Request` of it for its own copy, or its own part, of the denoiser:
 
     rank 0      prompts -> pipeline's own code, first run -> Call ── broadcast ──> all ranks
     all ranks   Call + denoiser -> Request -> sampler, which runs the pipeline's loop -> final latents
@@ -12,13 +10,8 @@ it for its own copy, or its own part, of the denoiser:
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import inspect
-import itertools
-import logging
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,29 +27,12 @@ from lightning_diffpipe.sampling.loop import (
     PipelineCall,
     PipelineLoop,
     Prediction,
-    Step,
-    attention_processors,
     latents_name,
-    predicted_zeros,
     restored,
-    roles_of,
-    same,
-    settings_restored,
     shapes_given,
-    snapshot,
 )
-from lightning_diffpipe.sampling.record import Controlled, LoopEnds, Record, copied, moved
+from lightning_diffpipe.sampling.record import Controlled, moved
 from lightning_diffpipe.sampling.request import Denoise, Request
-from lightning_diffpipe.sampling.samples import (
-    NotApartError,
-    Samples,
-    count_samples,
-    growing,
-    inner_of,
-    inner_of_rows,
-    rows_with_nan,
-    with_more_samples,
-)
 from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
     drawing_from,
@@ -67,7 +43,6 @@ from lightning_diffpipe.sampling.schedulers import (
 )
 
 _NAN = float("nan")
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -95,6 +70,60 @@ class Phase:
         return self.denoisers == denoisers and shapes_given(first) == shapes_given(calls)
 
 
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a request, and where their rows are: row r belongs to sample (r // inner) % num.
+
+        inner 1        without 0, without 1, with 0, with 1       two prompts with guidance, as most pipelines have
+        inner 2        without 0, with 0, without 1, with 1
+        inner frames   frames of 0, frames of 1
+
+    Attributes:
+        num: How many; 1 if their rows are not known.
+        latents: `inner` of what the scheduler is given.
+        inputs: `inner` of the latents that the denoiser is given.
+        inner: Of its arguments by their places, 0 for those that all samples share. Others have rows of samples if
+            they have as many as the latents.
+        reason: Why ranks cannot divide the samples, or None.
+        copies: Whether the loop copies the first prediction of a step before it asks for the second.
+    """
+
+    num: int
+    latents: int = 1
+    inputs: int = 1
+    inner: Mapping[str, int] = field(default_factory=dict)
+    reason: str | None = None
+    copies: bool = False
+
+    def rows(self, size: int, inner: int, samples: Collection[int]) -> list[int]:
+        """Returns the rows of some samples, in order."""
+        return [row for row in range(size) if (row // inner) % self.num in samples]
+
+    def cut(
+        self, arguments: Mapping[str, Any], num_rows: int, keep: Callable[[int, int], list[int]]
+    ) -> dict[str, Any]:
+        """Returns arguments of the denoiser with the rows that `keep(size, inner)` gives."""
+        cut_values: dict[int, Any] = {}  # what was one tensor stays one
+
+        def cut(value: Any, place: str) -> Any:
+            is_list, is_tensor = isinstance(value, list), isinstance(value, Tensor)
+            size = len(value) if is_list or (is_tensor and value.ndim) else 0
+            as_latents = self.inputs if is_tensor and size == num_rows else 0
+            inner = self.inner.get(place, as_latents)
+            if size and inner and size % self.num == 0:  # a row alone is of all samples
+                if id(value) not in cut_values:
+                    rows = keep(size, inner)
+                    cut_values[id(value)] = [value[r] for r in rows] if is_list else value[rows]
+                return cut_values[id(value)]
+            if isinstance(value, dict):
+                return {name: cut(each, f"{place}.{name}") for name, each in value.items()}
+            if type(value) in (list, tuple):
+                return type(value)(cut(each, f"{place}.{i}") for i, each in enumerate(value))
+            return value
+
+        return {name: cut(value, name) for name, value in arguments.items()}
+
+
 @dataclass
 class Call:
     """One request, without the model.
@@ -119,7 +148,7 @@ class Call:
             drawn from these where the pipeline hands its scheduler no generator, on all ranks alike.
         loop: The one that draws here, once it has started.
         stepped: Schedulers of patches of the request that began last, once they have stepped.
-        samples_in: Which rows are of which sample, where that was observed (`told_apart`).
+        samples_in: Which rows are of which sample, where that was observed (`observe_samples`).
     """
 
     pipeline: PipelineCall
@@ -142,7 +171,7 @@ class Call:
     samples_in: Samples | None = None
 
     @property
-    def apart(self) -> Samples:
+    def separable(self) -> Samples:
         """Samples that ranks can divide; as most pipelines have them, where that was not observed."""
         return self.samples_in or Samples(self.num_samples)
 
@@ -297,18 +326,20 @@ class Call:
                 f"guidance=2 divides the two branches of guidance, {expected} rows, but in this step the denoiser "
                 f"takes {num_rows}: a callback has turned guidance off, perhaps; leave guidance at 1"
             )
-        return self._kept(num_rows, self.apart.inputs)
+        return self._kept(num_rows, self.separable.inputs)
 
     def _kept(self, size: int, inner: int) -> list[int]:
         """Returns which of so many rows are of this rank's samples and branch of guidance."""
         rows, half = range(size), size // 2
         if self.divided == "batch":
             rows = rows[half * self.index : half * (self.index + 1)]
-        return [r for r in rows if self.mine is None or (r // inner) % self.apart.num in self.mine]
+        return [
+            r for r in rows if self.mine is None or (r // inner) % self.separable.num in self.mine
+        ]
 
     def _cut(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Returns arguments of the denoiser with the rows that this rank computes."""
-        return self.apart.cut(arguments, len(arguments[latents_name(arguments)]), self._kept)
+        return self.separable.cut(arguments, len(arguments[latents_name(arguments)]), self._kept)
 
     def denoise(self, model: nn.Module) -> Denoise:
         """Returns all calls of the denoiser in one step: `(latents, timestep) ->` a prediction of their shape.
@@ -317,7 +348,7 @@ class Call:
         """
 
         def denoise(latents: Tensor, timestep: Tensor) -> Tensor:
-            found: Tensor | None = None
+            total: Tensor | None = None
             for number, arguments in enumerate(self._arguments_at(timestep)):
                 if self.divided == "calls" and number != self.index:
                     continue
@@ -327,9 +358,9 @@ class Call:
                 for axis in _inserted(out, latents):
                     out = out.squeeze(axis)
                 out = out[tuple(map(slice, latents.shape))]
-                found = out if found is None else found + out
-            assert found is not None
-            return found
+                total = out if total is None else total + out
+            assert total is not None
+            return total
 
         return denoise
 
@@ -378,7 +409,7 @@ class Call:
                     f"{self.phases[0].start} {self.pipeline.name} gives it {rows[0]} and {rows[1]}, as with "
                     "skipped layers; leave guidance at 1"
                 )
-            if self.apart.copies:
+            if self.separable.copies:
                 raise ConfigurationError(
                     f"guidance=2 lets halves of the ranks compute one of two calls of the denoiser each, and "
                     f"{self.pipeline.name} copies the first prediction before the second is known; leave guidance "
@@ -396,8 +427,11 @@ class Call:
                 f"that can be divided in step {self.phases[0].start}: raise guidance_scale above 1, or leave "
                 "guidance at 1 (always so with pipelines whose latents hold both, and with more than two branches)"
             )
-        reason = self.apart.unknown
-        if self.rows is not None and (len(self.whole) > self.apart.num or self.apart.inputs > 1):
+        # Where `inner` is known, so are the arguments that have rows of samples.
+        reason = None if self.separable.inner else self.separable.reason
+        if self.rows is not None and (
+            len(self.whole) > self.separable.num or self.separable.inputs > 1
+        ):
             reason = "it gives its denoiser, or its scheduler, several rows in a row of a sample; data=1 would do"
         if reason:
             raise ConfigurationError(
@@ -412,7 +446,7 @@ class Call:
         Noise drawn on the way is that of these samples in the whole request.
 
         Raises:
-            ConfigurationError: The scheduler cannot step samples apart.
+            ConfigurationError: The scheduler steps all samples together.
         """
         mine = range(start, stop)
         here, steps = self.rows_of(start, stop), dict(self.step_arguments)
@@ -427,8 +461,8 @@ class Call:
 
     @property
     def num_shares(self) -> int:
-        """Samples that ranks can divide: one rank draws all of those that cannot be told apart."""
-        return 1 if self.apart.reason else self.apart.num
+        """Samples that ranks can divide; 1 if one rank has to sample all of them."""
+        return 1 if self.separable.reason else self.separable.num
 
     def of_own_rows(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Returns further arguments of a step, of those with a row for each of the latents this rank's rows."""
@@ -443,7 +477,7 @@ class Call:
         size = len(self.whole)
         if self.num_shares == 1:
             return list(range(size)) if start < stop else []
-        return self.apart.rows(size, self.apart.latents, range(start, stop))
+        return self.separable.rows(size, self.separable.latents, range(start, stop))
 
     @property
     def _copies(self) -> int:
@@ -474,10 +508,10 @@ class Call:
 
     def unpacked(self, device: torch.device) -> Call:
         """Returns the inverse of `packed`, on a rank's own device."""
-        twin = copy.copy(self.scheduler)
-        if torch.is_tensor(getattr(twin, "timesteps", None)):
-            twin.timesteps = twin.timesteps.to(device)
-        return replace(self._on(device), scheduler=twin)
+        scheduler = copy.copy(self.scheduler)
+        if torch.is_tensor(getattr(scheduler, "timesteps", None)):
+            scheduler.timesteps = scheduler.timesteps.to(device)
+        return replace(self._on(device), scheduler=scheduler)
 
     def _on(self, device: torch.device | str) -> Call:
         phases = [replace(each, calls=moved(each.calls, device)) for each in self.phases]
@@ -526,314 +560,3 @@ def _inserted(seen: Tensor, latents: Tensor) -> list[int]:
         return []
     ones = [axis for axis in range(2, seen.ndim) if seen.shape[axis] == 1]
     return [axis for axis in ones if seen.squeeze(axis).shape[2:] == latents.shape[2:]][:1]
-
-
-# ------------------------------------------------------------------------------------ the dry run
-
-
-def dry_run_of(call: PipelineCall) -> Call:
-    """Runs the call on the rank that has all parts, without computing anything but what is before the loop.
-
-    Raises:
-        ConfigurationError: It runs no loop of denoiser calls and scheduler steps, or not with this scheduler.
-        Exception: What the pipeline's own checks raise.
-    """
-    found, timesteps = _one_run(_quiet(call), None)
-    if not found.phases:
-        raise ConfigurationError(
-            f"{call.name} ran {len(timesteps)} scheduler steps with no call of its "
-            f"{call.denoisers[0]} before one; a loop that can be sampled has at least one of each"
-        )
-    here, record = found.pipeline, found.pipeline.record
-    in_loop = record.in_loop
-    if in_loop:  # which of these are controls?
-        record.controls = {n: {} for n in in_loop if isinstance(call.parts[n], nn.Module)}
-        again, _ = _one_run(here, len(timesteps))
-        if record.controls.keys() < in_loop:
-            again, _ = _one_run(here, len(timesteps))
-        found.phases = again.phases
-    mixes = frozenset(
-        what
-        for what in ("latents", "predictions")
-        if (what == "latents" and in_loop - record.controls.keys())
-        or mixes_rows(here, min(2, len(timesteps)), what)
-    )
-    rows, decoded = len(found.whole), record.num_decoded
-    return replace(
-        found,
-        pipeline=replace(call, record=record),
-        timesteps=torch.stack([torch.as_tensor(t).reshape(-1)[0] for t in timesteps]),
-        num_samples=decoded if decoded and rows % decoded == 0 else rows,
-        mixes=mixes,
-    )
-
-
-def _quiet(call: PipelineCall) -> PipelineCall:
-    """Returns a call for trials, without callbacks: what these ask for is checked before there are true latents."""
-    callbacks = {n for n, v in call.arguments.items() if n.startswith("callback") and callable(v)}
-    others = {n: v for n, v in call.arguments.items() if n not in callbacks}
-    return replace(call, arguments=restored(snapshot(others)))  # whose generators are used up
-
-
-def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]]:
-    """Runs it, by zeros as predictions; recorded if all steps are run. Returns what it shows, and timesteps."""
-    record = Record()
-    nothing = torch.empty(0)
-    found = Call(replace(call, record=record), [], nothing, nothing, None, 0)
-    timesteps: list[Any] = []
-    waiting: dict[str, list[dict[str, Any]]] = {}
-    processors = attention_processors(call.parts)
-    started = has_more = False
-
-    def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
-        nonlocal started, has_more
-        started = True
-        record.in_loop |= record.asked_last
-        waiting.setdefault(name, []).append(copied(arguments))  # the pipeline may write into them
-        out = predicted_zeros(call.parts[name], arguments, _NAN)
-        has_more = bool(out[0].isnan().any())  # channels beyond those of the latents
-        return out
-
-    def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        roles = roles_of(arguments)
-        prediction, t, sample = (arguments[name] for name in roles)
-        if not timesteps:
-            _refuse_predicted_variance(scheduler, prediction, sample)
-            found.whole, found.scheduler = sample, copy.deepcopy(scheduler)
-            found.scheduler.__class__ = type(scheduler).__mro__[1]
-            found.by_place = attention_processors(call.parts) != processors
-            found.step_arguments = copied(snapshot(Step(plain, arguments).options))
-            if has_more and not prediction.isnan().any():
-                found.channels = sample.shape[1]
-        called, calls = tuple(sorted(waiting)), [each for name in waiting for each in waiting[name]]
-        if called and not (found.phases and found.phases[-1].goes_on(called, calls)):
-            start = len(timesteps) if found.phases else 0
-            without = [0] * (len(timesteps) - start)
-            found.phases.append(Phase(called, sample.shape, start, num_calls=without))
-        if found.phases:
-            phase = found.phases[-1]
-            phase.num_calls.append(len(calls))
-            if calls and phase.calls:
-                calls = _as_first(phase.calls[0], phase.calls[-1], calls)
-            phase.calls = [*phase.calls[:1], calls] if calls else phase.calls
-        timesteps.append(t)
-        waiting.clear()
-        if len(timesteps) == num_steps:
-            raise LoopEnds
-        values = dict(arguments, **{roles[0]: prediction.nan_to_num()})
-        return plain(**values)
-
-    _run(call, on_denoise, on_step, record if num_steps is None else None, lambda: started)
-    return found, timesteps
-
-
-def _as_first(first: Any, before: Any, now: Any) -> Any:
-    """Returns arguments of a step, in which what has been the same in all steps is the object of the first."""
-    flat, spec = pytree.tree_flatten(now)
-    (ones, one_spec), (others, other_spec) = map(pytree.tree_flatten, (first, before))
-    if not one_spec == other_spec == spec:
-        return now
-    kept = [a if a is b and same(a, c) else c for a, b, c in zip(ones, others, flat, strict=True)]
-    return pytree.tree_unflatten(kept, spec)
-
-
-def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:
-    """Finds by NaN in half of them whether the loop's own code brings rows of latents or predictions together."""
-    found, left = False, num_steps
-    before = torch.empty(0)  # the latents as they were handed back
-
-    def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
-        nonlocal found
-        given = arguments[latents_name(arguments)]
-        if what == "latents" and (given.ndim == before.ndim or given.ndim > before.ndim >= 4):
-            axis = 1 if given.ndim == 3 else -2
-            size = before.shape[axis] // 2
-            found |= bool(given.narrow(axis, size, given.shape[axis] - size).isnan().any())
-        out = predicted_zeros(call.parts[name], arguments)
-        drawn = [_random(x, len(x)) for x in out]
-        return Prediction(map(_half_marked, drawn) if what == "predictions" else drawn)
-
-    def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        nonlocal found, left, before
-        step = Step(plain, arguments)
-        own = _half_marked(torch.zeros_like(step[1])).isnan()
-        found |= bool((step[1].isnan() & ~own).any())
-        left -= 1
-        if found or not left:
-            raise LoopEnds
-        before = step[3].nan_to_num()
-        return step.answer(_half_marked(before) if what == "latents" else before)
-
-    _run(call, on_denoise, on_step)
-    return found
-
-
-def told_apart(call: Call) -> Call:
-    """Observes which rows are of which sample, on the rank that has all parts.
-
-    Ranks that divide samples or branches of guidance have to know. Text encoders run once more, on one more sample.
-    """
-    num = math.prod(count_samples(call.pipeline.arguments))
-    samples = Samples(num)
-    try:
-        with settings_restored(call.pipeline.parts):
-            samples = replace(samples, copies=len(call.steps[0]) == 2 and _copies(call))
-            places, name = _growing(call, num)
-            inner = inner_of(places, name, 1, call.steps[0][0])
-            samples = replace(samples, inner=inner)
-            if num > 1:
-                latents, inputs = _traced(call, num)
-                inner = inner_of(places, name, inputs, call.steps[0][0])
-                samples = replace(samples, inner=inner, latents=latents, inputs=inputs)
-    except NotApartError as error:
-        samples = replace(samples, reason=str(error))
-        _log.warning(
-            "%s cannot draw its samples apart, so that one rank draws all: %s",
-            call.pipeline.name,
-            error,
-        )
-    return replace(call, samples_in=samples)
-
-
-def _copies(call: Call) -> bool:
-    """Returns whether the second of two predictions comes too late to be put into the first in place."""
-    answers, found = list[Tensor](), False
-
-    def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
-        out = predicted_zeros(call.pipeline.parts[name], arguments)
-        answers.append(out[0])
-        answers[0].fill_(_NAN if len(answers) == 1 else 0)
-        return out
-
-    def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        nonlocal found
-        found = bool(Step(plain, arguments)[1].isnan().any())
-        raise LoopEnds
-
-    _run(_quiet(call.pipeline), on_denoise, on_step)
-    return found
-
-
-def _growing(call: Call, num: int) -> tuple[dict[str, int], str]:
-    """Returns rows of the denoiser's arguments for each sample, and which argument has the latents."""
-    here = _quiet(call.pipeline)
-    known = inspect.signature(getattr(type(here.pipeline), here.method)).parameters
-    reason: Exception | None = None
-    for num_more, arguments in with_more_samples(here.arguments, known):
-        record = replace(here.record, answers={})
-        try:
-            more, _ = _one_run(
-                replace(here, arguments=arguments, record=record), len(call.timesteps)
-            )
-            places = dict[str, int]()
-            for one, other in zip(call.phases, more.phases, strict=True):
-                calls = zip(itertools.chain(*one.calls), itertools.chain(*other.calls), strict=True)
-                for pair in calls:
-                    found = growing(*pair, num, num_more)
-                    places |= {n: max(each, places.get(n, 0)) for n, each in found.items()}
-            name = latents_name(call.steps[0][0])
-            if places[name] and len(more.whole) * num == len(call.whole) * num_more:
-                return places, name
-            reason = reason or NotApartError("latents have as many rows for more samples")
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            reason = reason or error
-    raise NotApartError(str(reason)) from reason
-
-
-def _traced(call: Call, num: int) -> tuple[int, int]:
-    """Returns the orders of rows of the latents and of the denoiser's input, or raises NotApartError."""
-    reason = NotApartError("its latents have rows of other things than samples")
-    for inner in range(1, len(call.whole) // num + 1):
-        try:
-            if len(call.whole) % (num * inner) == 0:
-                return inner, _lost(call, num, inner)
-        except NotApartError as error:
-            reason = error
-    raise reason
-
-
-def _lost(call: Call, num: int, inner: int) -> int:
-    """Returns the order of the denoiser's input if latents have this one."""
-    found, left = 1, len(call.timesteps)
-    mixed = NotApartError("its loop brings samples together")
-
-    def lost(x: Tensor) -> list[int]:
-        return Samples(num).rows(len(x), inner, {num - 1})
-
-    def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
-        nonlocal found
-        given = arguments[latents_name(arguments)]
-        out = _random(predicted_zeros(call.pipeline.parts[name], arguments)[0], left)
-        if left < len(call.timesteps):
-            rows = rows_with_nan(given)
-            found = inner_of_rows(rows, len(given), num)
-            out[sorted(rows)] = _NAN
-        elif left == 1 and len(given) > num:
-            raise NotApartError("one step does not show the order of rows of its guidance")
-        return Prediction((out,))
-
-    def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        nonlocal left
-        step = Step(plain, arguments)
-        if not rows_with_nan(step[1]) | rows_with_nan(step[3]) <= set(lost(step[3])):
-            raise mixed
-        left -= 1
-        after = _random(step[3], left)
-        if left > 0:
-            after[lost(after)] = _NAN
-        return step.answer(after)
-
-    def ends(*args: Any, **options: Any) -> Any:
-        refuse(args, options)
-        raise LoopEnds
-
-    def refuse(*values: Any) -> None:
-        leaves = [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
-        if any(bool(x.isnan().any()) for x in leaves):
-            raise NotApartError("what it draws is not known from its last step alone")
-
-    parts = dict(call.pipeline.parts)
-    for name, part in parts.items():
-        if isinstance(part, nn.Module) and hasattr(part, "decode"):
-            parts[name] = copy.copy(part)
-            vars(parts[name])["decode"] = ends
-    _run(replace(_quiet(call.pipeline), parts=parts), on_denoise, on_step, after=refuse)
-    return found
-
-
-def _run(
-    call: PipelineCall, *given: Any, after: Callable[[Any], None] = lambda result: None
-) -> None:
-    """Runs a call up to the end of its loop, with generators as they were after it; see `PipelineCall.run`."""
-    devices = [call.device] if call.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.no_grad(), contextlib.suppress(LoopEnds):
-        after(call.run(*given))
-
-
-def _random(like: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(like.shape, generator=generator).to(like)
-
-
-def _half_marked(x: Tensor) -> Tensor:
-    """Returns a copy with NaN in the first half of the rows, or of the tokens."""
-    axis = 1 if x.ndim == 3 else -2
-    x = x.clone()
-    x.narrow(axis, 0, x.shape[axis] // 2).fill_(_NAN)
-    return x
-
-
-def _refuse_predicted_variance(scheduler: Any, prediction: Tensor, sample: Tensor) -> None:
-    """Raises ConfigurationError if the scheduler wants what the pipeline cuts off, which no step would survive."""
-    plain = type(scheduler).__mro__[1]
-    if "variance_type" not in inspect.signature(plain.__init__).parameters:
-        return  # a config keeps settings of the scheduler it was made from
-    kind = scheduler.config.variance_type
-    if kind in ("learned", "learned_range") and prediction.shape[1] != 2 * sample.shape[1]:
-        raise ConfigurationError(
-            f"{plain.__name__} with variance_type={kind} takes a variance that the model predicts, but this "
-            "pipeline hands it none; write variance_type=fixed_small into scheduler/scheduler_config.json, or "
-            "take another scheduler"
-        )

@@ -64,7 +64,7 @@ class Absent(Tensor):
 
 @dataclass(frozen=True)
 class Division:
-    """Who computes which call of a decoder.
+    """The ranks that compute the calls of a decoder.
 
     Attributes:
         owners: A rank for each call, in order.
@@ -121,7 +121,7 @@ def divide(
         continued = {left[id(x)][1] for x in kept if id(x) in left}
         reads_result = any(isinstance(x, Absent) for x in leaves)
         if looked["returned"] is None or reads_result or len(continued) > 1:
-            raise GraphError("calls that are not apart")
+            raise GraphError("calls that depend on each other")
         group = continued.pop() if continued else len(costs)
         groups.append(group)
         costs[group] += next(x.numel() for x in leaves if isinstance(x, Tensor))
@@ -187,7 +187,7 @@ class _Draws(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Job:
-    """What all ranks need to know to decode once."""
+    """One call of an autoencoder's `decode`, as it is sent to all ranks."""
 
     name: str  # of the autoencoder, among the parts of the pipeline
     division: Division
@@ -257,9 +257,9 @@ class Decoding:
         job = _Job(name, division, moved(snapshot(given), "cpu"), settings, dtypes)
         self.others_wait = False  # unless all goes well
         self.world.links.broadcast_object(lambda: job)
-        found = self._share(job, vae)
+        images = self._share(job, vae)
         self.others_wait = True
-        return found
+        return images
 
     def _share(self, job: _Job, vae: Any) -> Any:
         """Computes this rank's calls; returns what `decode` returns, on rank 0."""

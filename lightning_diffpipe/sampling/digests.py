@@ -46,7 +46,7 @@ def digests_of_safetensors(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Identity:
-    """What must be the same on all ranks.
+    """Options, config and weights of a model, which must be the same on all ranks.
 
     Attributes:
         options: Arguments of the Predictor, as text by name.
@@ -63,23 +63,18 @@ class Identity:
     files: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], denoiser: nn.Module, weights: Any) -> Identity:
+    def of(cls, options: Mapping[str, Any], denoiser: Any, weights: Any) -> Identity:
         """Returns the identity of a model that is open, whose parameters may be placeholders for `weights`."""
-        if not isinstance(denoiser, nn.Module):  # a part without weights, such as guidance
-            return cls(
-                {}, as_texts(dict(getattr(denoiser, "config", {}))), {}, socket.gethostname()
-            )
-        config = as_texts(
-            {k: v for k, v in getattr(denoiser, "config", {}).items() if not k.startswith("_")}
-        )
-        texts = as_texts(options)
+        config = dict(getattr(denoiser, "config", {}))
+        texts = as_texts(options), as_texts({k: v for k, v in config.items() if k[0] != "_"})
         host = socket.gethostname()
-        if weights is None:
-            stored = denoiser.state_dict()
-            digests = {name: digest_of_tensor(tensor) for name, tensor in stored.items()}
-            return cls(texts, config, digests, f"{host}, in memory")
-        files = getattr(weights, "files", dict)()
-        return cls(texts, config, weights.digests(), f"{host}:{weights.origin}", files)
+        if weights is not None:
+            origin = f"{host}:{weights.origin}"
+            return cls(*texts, weights.digests(), origin, weights.files())
+        # Some parts have no weights, such as guidance.
+        stored = denoiser.state_dict() if isinstance(denoiser, nn.Module) else {}
+        digests = {name: digest_of_tensor(tensor) for name, tensor in stored.items()}
+        return cls(*texts, digests, f"{host}, in memory")
 
     @classmethod
     def of_folder(cls, folder: Path, variant: str | None, loras: Mapping[str, str]) -> Identity:

@@ -27,7 +27,7 @@ from lightning_diffpipe.graph.placement import placeholder_of
 from lightning_diffpipe.sampling.skeleton import ChangedWeights, StateDict, Weights
 
 _ENCODER = "image_encoder"
-IMAGE, EMBEDDINGS = "ip_adapter_image", "ip_adapter_image_embeds"
+_IMAGE, _EMBEDDINGS = "ip_adapter_image", "ip_adapter_image_embeds"
 
 
 class ExtendedWeights(ChangedWeights):
@@ -96,8 +96,8 @@ def load_image_encoder(
     try:
         [name] = json.loads((folder / "config.json").read_text())["architectures"]
         load = getattr(transformers, name).from_pretrained
-        encoder, found = load(folder, dtype=dtype, output_loading_info=True)
-        if missing := found["missing_keys"]:
+        encoder, report = load(folder, dtype=dtype, output_loading_info=True)
+        if missing := report["missing_keys"]:
             raise ValueError(f"it lacks {len(missing)} tensors, such as {min(missing)}")
         parts = {_ENCODER: encoder.to(device).eval()}
         if (folder / "preprocessor_config.json").exists():
@@ -112,14 +112,10 @@ def with_ip_adapters(
 ) -> Weights:
     """Loads adapters into a pipeline whose denoiser is a skeleton, and sets their scales.
 
-    Args:
-        pipeline: It, or an outline of it.
-        denoiser: Its denoiser; gets further layers, whose parameters are placeholders.
-        weights: Of the denoiser.
-        adapters: Scale of each file, as `set_ip_adapter_scale` of the pipeline takes it.
+    The denoiser gets further layers, whose parameters are placeholders.
 
     Returns:
-        The weights with those of the adapters.
+        The weights of the denoiser with those of the adapters.
 
     Raises:
         ConfigurationError: The pipeline takes no such scale, or not several adapters.
@@ -192,14 +188,7 @@ def _taken_out(denoiser: nn.Module, before: Collection[int]) -> dict[str, Tensor
 def refuse_images(
     pipeline: str, has_adapters: bool, can_encode: bool, given: Mapping[str, Any]
 ) -> None:
-    """Raises ConfigurationError unless a request has what adapters read, and no more.
-
-    Args:
-        pipeline: Its class, for the message.
-        has_adapters: Whether some are loaded.
-        can_encode: Whether there is an image encoder.
-        given: Arguments of the pipeline's call.
-    """
+    """Raises ConfigurationError unless the arguments of a call have what adapters read, and no more."""
     names = [name for name in given if name.startswith("ip_adapter_") and given[name] is not None]
     if names and not has_adapters:
         raise ConfigurationError(
@@ -208,11 +197,11 @@ def refuse_images(
         )
     if has_adapters and not names:
         raise ConfigurationError(
-            f"the {pipeline} was opened with ip_adapters, which read an image; give {IMAGE}= or "
-            f"{EMBEDDINGS}=, or leave ip_adapters out"
+            f"the {pipeline} was opened with ip_adapters, which read an image; give {_IMAGE}= or "
+            f"{_EMBEDDINGS}=, or leave ip_adapters out"
         )
-    if IMAGE in names and EMBEDDINGS not in names and not can_encode:
+    if _IMAGE in names and _EMBEDDINGS not in names and not can_encode:
         raise ConfigurationError(
-            f"{IMAGE} needs an image encoder, and the {pipeline} has none: put its folder `{_ENCODER}` beside the "
-            f"file of the IP-Adapter, or give {_ENCODER}=, or {EMBEDDINGS}= in place of the image"
+            f"{_IMAGE} needs an image encoder, and the {pipeline} has none: put its folder `{_ENCODER}` beside the "
+            f"file of the IP-Adapter, or give {_ENCODER}=, or {_EMBEDDINGS}= in place of the image"
         )

@@ -9,7 +9,7 @@
 So nothing of any pipeline is copied, and nothing about it is declared: guidance of any kind, callbacks and images
 as input are its own code. The call is run several times. The first run, of rank 0, has a denoiser that predicts
 zeros: it records what text encoders and the like answer (`record.py`), counts the steps and shows what the denoiser
-is called with (`call.py`). Further runs, on any rank, are answered from that record. They always see latents of
+is called with (`dry_run.py`). Further runs, on any rank, are answered from that record. They always see latents of
 full shape; what this rank does not compute is NaN there.
 """
 
@@ -106,7 +106,7 @@ class PipelineCall:
     def run(
         self,
         on_denoise: Callable[[str, dict[str, Any]], Any],
-        on_step: Callable[[Any, Callable[..., Any], dict[str, Any]], Any],
+        on_step: Callable[[Step], Any],
         record: Record | None = None,
         is_looping: Callable[[], bool] = lambda: True,
     ) -> Any:
@@ -114,7 +114,7 @@ class PipelineCall:
 
         Args:
             on_denoise: (denoiser, arguments by name) -> what it returns.
-            on_step: (scheduler, its own step, arguments of that by name) -> what it returns.
+            on_step: (step of the scheduler) -> what that returns.
             record: Record into this, instead of answering from the one that is there.
             is_looping: Whether the loop has started, for the record.
 
@@ -213,12 +213,12 @@ class PipelineCall:
     ) -> PipelineCall:
         """Returns the same on another rank, with its parts, and with functions, which do not travel."""
         arguments = moved(restored(self.arguments, device), device)
-        twin = copy.copy(self.pipeline)
-        if isinstance(twin, nn.Module):
-            vars(twin)["_device"] = device
+        pipeline = copy.copy(self.pipeline)
+        if isinstance(pipeline, nn.Module):
+            vars(pipeline)["_device"] = device
         return replace(
             self,
-            pipeline=twin,
+            pipeline=pipeline,
             arguments=arguments | functions,
             parts={**self.parts, **parts},
             device=device,
@@ -247,22 +247,22 @@ def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
 
     @functools.wraps(plain.step)  # pipelines look which arguments it takes
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return on_step(self, plain.step, dict(signature.bind(self, *args, **kwargs).arguments))
+        return on_step(Step(plain.step, signature.bind(self, *args, **kwargs).arguments))
 
-    twin = copy.deepcopy(scheduler)
+    stepping = copy.deepcopy(scheduler)
     meta = type(_EqualToBase.__name__, (_EqualToBase, type(plain)), {})  # that of an ABC is another
-    twin.__class__ = meta(plain.__name__, (plain,), {"step": step})
-    return twin
+    stepping.__class__ = meta(plain.__name__, (plain,), {"step": step})
+    return stepping
 
 
 def answered_by(part: nn.Module, answer: Callable[[dict[str, Any]], Any]) -> nn.Module:
     """Returns a shallow copy of a denoiser, or of another part, whose calls are answered."""
-    twin = copy.copy(part)
-    vars(twin).update(vars(part))
+    answered = copy.copy(part)
+    vars(answered).update(vars(part))
     for name, value in vars(part).items():
         if isinstance(value, OrderedDict) and "hooks" in name:
-            vars(twin)[name] = OrderedDict()  # the part itself runs them
-    vars(twin)["_compiled_call_impl"] = None
+            vars(answered)[name] = OrderedDict()  # the part itself runs them
+    vars(answered)["_compiled_call_impl"] = None
     signature = inspect.signature(type(part).forward)
 
     @functools.wraps(type(part).forward)  # pipelines look which arguments it takes
@@ -271,8 +271,8 @@ def answered_by(part: nn.Module, answer: Callable[[dict[str, Any]], Any]) -> nn.
         arguments.pop(next(iter(signature.parameters)))
         return answer(arguments | arguments.pop("kwargs", {}))
 
-    vars(twin)["forward"] = types.MethodType(forward, twin)
-    return twin
+    vars(answered)["forward"] = types.MethodType(forward, answered)
+    return answered
 
 
 def _of_samples(answer: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
@@ -334,23 +334,23 @@ def snapshot(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns arguments with the states of their generators in place of these; samples may share one."""
     known: dict[int, _Generator] = {}
 
-    def taken(generator: torch.Generator) -> _Generator:
+    def stored(generator: torch.Generator) -> _Generator:
         state = _Generator(generator.get_state(), str(generator.device))
         return known.setdefault(id(generator), state)
 
-    return pytree.tree_map_only(torch.Generator, taken, dict(arguments))
+    return pytree.tree_map_only(torch.Generator, stored, dict(arguments))
 
 
 def restored(arguments: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """Returns arguments with generators of their own, in the states that were taken; of `device` if of its type."""
     known: dict[int, torch.Generator] = {}
 
-    def made(taken: _Generator) -> torch.Generator:
-        if id(taken) not in known:
-            own = torch.device(taken.device)
+    def made(stored: _Generator) -> torch.Generator:
+        if id(stored) not in known:
+            own = torch.device(stored.device)
             generator = torch.Generator(device if device and device.type == own.type else own)
-            known[id(taken)] = generator.set_state(taken.state)
-        return known[id(taken)]
+            known[id(stored)] = generator.set_state(stored.state)
+        return known[id(stored)]
 
     return pytree.tree_map_only(_Generator, made, dict(arguments))
 
@@ -392,22 +392,15 @@ def same(one: Any, other: Any) -> bool:
     return not isinstance(one, float | int | str) or one == other
 
 
-def roles_of(arguments: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Returns the arguments of `scheduler.step` for prediction, timestep and sample; `arguments` begin with it."""
-    names = ("model_output", "timestep", "sample")
-    first, second, third = names if arguments.keys() >= set(names) else list(arguments)[1:4]
-    return first, second, third
-
-
 class Stepped(NamedTuple):
-    """What a scheduler returns: a tuple, or an object with these names."""
+    """The result of a scheduler's step: a tuple, or an object with these names."""
 
     prev_sample: Tensor
     pred_original_sample: Tensor
 
 
 class Prediction(tuple):
-    """What a denoiser returns: a tuple, or an object with `sample`."""
+    """The result of a denoiser: a tuple, or an object with `sample`."""
 
     __slots__ = ()
 
@@ -466,59 +459,64 @@ class _Denoise:
     answer: Any = None
 
 
-@dataclass(eq=False)
 class Step:
-    """The loop is paused in a step of its scheduler, which `arguments` begin with.
+    """The loop is paused in a step of its scheduler.
 
-    Its entries are scheduler, prediction, timestep and sample, in whatever order the step takes them.
+    Args:
+        plain: The scheduler's own `step`.
+        arguments: Of that call by name, the scheduler first.
+
+    Attributes:
+        prediction: Of the denoiser, after guidance.
+        timestep: Of this step.
+        sample: The latents before it.
     """
 
-    plain: Callable[..., Any]
-    arguments: dict[str, Any]
-
-    def __getitem__(self, index: int) -> Any:
-        return (
-            next(iter(self.arguments.values()))
-            if index == 0
-            else self.arguments[self.roles[index - 1]]
-        )
-
-    @property
-    def roles(self) -> tuple[str, str, str]:
-        """Names of prediction, timestep and sample."""
-        return roles_of(self.arguments)
+    def __init__(self, plain: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        self._plain, self._arguments = plain, dict(arguments)
+        self.scheduler = next(iter(arguments.values()))
+        # Some schedulers have other names, and some another order.
+        self._names = ["model_output", "timestep", "sample"]
+        if not arguments.keys() >= set(self._names):
+            self._names = list(arguments)[1:4]
+        self.prediction, self.timestep, self.sample = (arguments[name] for name in self._names)
 
     @property
     def options(self) -> dict[str, Any]:
         """Its further arguments, such as `eta`."""
-        options = dict(list(self.arguments.items())[1:])
-        return {n: x for n, x in options.items() if n not in (*self.roles, "return_dict")}
+        options = dict(list(self._arguments.items())[1:])
+        return {n: x for n, x in options.items() if n not in (*self._names, "return_dict")}
 
-    def stepped(self, prediction: Tensor) -> Any:
-        """Returns what the scheduler itself returns."""
-        return self.plain(**self.arguments | {self.roles[0]: prediction})
+    def with_timestep_of(self, timesteps: HostTimesteps) -> Step:
+        """Returns the same step with its timestep on the host, so that tables are indexed without a wait."""
+        schedule = getattr(self.scheduler, "timesteps", None)
+        on_host = {self._names[1]: timesteps.of(self.timestep, schedule)}
+        return Step(self._plain, self._arguments | on_host)
+
+    def take(self, prediction: Tensor, sample: Tensor | None = None, **options: Any) -> Any:
+        """Takes the step, with another prediction or sample; returns what the scheduler itself returns."""
+        given = {self._names[0]: prediction} | options
+        if sample is not None:
+            given[self._names[2]] = sample
+        return self._plain(**self._arguments | given)
 
     def answer(self, latents: Tensor) -> Any:
-        """Returns what a scheduler returns that has stepped elsewhere."""
+        """Returns what a scheduler returns whose step was taken elsewhere."""
         return Stepped(latents, latents)
 
     def count(self) -> None:
-        """Lets the scheduler take this step on zeros: some scale model inputs by what they have stepped."""
-        zeros, options = self[3].new_zeros((1,) * self[3].ndim), {}
-        if "generator" in inspect.signature(self.plain).parameters:
+        """Lets the scheduler take this step on zeros: some scale model inputs by the steps they have taken."""
+        zeros, options = self.sample.new_zeros((1,) * self.sample.ndim), {}
+        if "generator" in inspect.signature(self._plain).parameters:
             options["generator"] = torch.Generator()
         with torch.random.fork_rng(devices=[]):
-            prediction, _, sample = self.roles
-            self.plain(**self.arguments | {prediction: zeros, sample: zeros} | options)
+            self.take(zeros, zeros, **options)
 
     def draw(self, from_default: bool) -> None:
-        """Draws for all rows, so that generators go on as where the step is taken, the default ones if asked."""
-        device = self[3].device
-        prediction, _, sample = self.roles
-        zeros = {n: torch.zeros_like(self.arguments[n]) for n in (prediction, sample)}
-        devices = [device] if device.type == "cuda" else []
+        """Draws noise for all rows, so that generators go on as where the step is taken, default ones if asked."""
+        devices = [self.sample.device] if self.sample.device.type == "cuda" else []
         with torch.random.fork_rng(devices, enabled=not from_default):
-            self.plain(**self.arguments | zeros)
+            self.take(torch.zeros_like(self.prediction), torch.zeros_like(self.sample))
 
 
 Compute = Callable[[dict[str, Any]], Any]
@@ -574,19 +572,9 @@ class PipelineLoop(Loop):
     def _run(self) -> None:
         self._result = self._pipeline.run(
             lambda name, arguments: self._wait(_Denoise(name, arguments)),
-            lambda scheduler, plain, arguments: self._wait(
-                self._step_of(scheduler, plain, arguments)
-            ),
+            lambda step: self._wait(step.with_timestep_of(self._timesteps)),
         )
         self._event = None
-
-    def _step_of(
-        self, scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]
-    ) -> Step:
-        """Returns a step that has its timestep on the host."""
-        timestep = roles_of(arguments)[1]
-        on_host = self._timesteps.of(arguments[timestep], getattr(scheduler, "timesteps", None))
-        return Step(plain, arguments | {timestep: on_host})
 
     def _wait(self, event: _Denoise | Step) -> Any:
         self._event = event
@@ -604,10 +592,9 @@ class PipelineLoop(Loop):
         if again:
             for number, event in enumerate(self._asked):
                 if event is not self._event and self._branch in (None, number):
-                    anew = self._computed(event)
-                    event.answer[0].copy_(anew[0])
+                    event.answer[0].copy_(self._computed(event)[0])
         else:
-            self._leave_step(latents)
+            self.skip(latents)
         while isinstance(self._event, _Denoise):
             own = self._answered(self._event)
             if own is not None:
@@ -616,7 +603,7 @@ class PipelineLoop(Loop):
                 )
         if self.is_shared:
             self._refuse_other_calls(at_end=True)
-        return self._cut(self._at_step()[1])
+        return self._cut(self._at_step().prediction)
 
     def change(self, call: Any, compute: Compute) -> None:
         """Goes on with another denoiser, as if it began now, from this loop's latents after the last step."""
@@ -627,10 +614,6 @@ class PipelineLoop(Loop):
             event = self._at_step()
             self._count(event)
             self._stepped = event.answer(self._embedded(call.latents))
-
-    def skip(self, latents: Tensor | None) -> None:
-        """See `Loop`."""
-        self._leave_step(latents)
 
     def _answered(self, event: _Denoise) -> Any:
         """Answers a call of a denoiser, or returns what this rank knows of it if another knows the rest."""
@@ -719,21 +702,22 @@ class PipelineLoop(Loop):
             answer = self._unknown(event)[0]
             answer[:, : both[0].shape[1]].copy_(torch.cat(both))
             self._go_on(Prediction((answer,)))
-        return self._cut(self._at_step()[1])
+        return self._cut(self._at_step().prediction)
 
     @property
     def sample(self) -> Tensor:
         """See `Loop`."""
-        return self._cut(self._at_step()[3])
+        return self._cut(self._at_step().sample)
 
     @property
     def given(self) -> tuple[Tensor, Mapping[str, Any]]:
         """See `Loop`."""
-        return self._at_step()[2], self.call.of_own_rows(self._at_step().options)
+        step = self._at_step()
+        return step.timestep, self.call.of_own_rows(step.options)
 
     def step(self, prediction: Tensor) -> Tensor:
         """See `Loop`."""
-        self._stepped = self._at_step().stepped(self._embedded(prediction))
+        self._stepped = self._at_step().take(self._embedded(prediction))
         return self._cut(self._stepped[0])
 
     def finish(self, latents: Tensor) -> Any:
@@ -760,8 +744,8 @@ class PipelineLoop(Loop):
         self._event = self._stepped = None
         self._asked.clear()
 
-    def _leave_step(self, latents: Tensor | None) -> None:
-        """Answers the step before."""
+    def skip(self, latents: Tensor | None) -> None:
+        """See `Loop`."""
         self._run_to_step()
         self._asked = []
         if self._event is None:
@@ -812,7 +796,7 @@ class PipelineLoop(Loop):
         if self.call.rows is None:
             return x
         if isinstance(self._event, Step):
-            num_rows = len(self._event[3])
+            num_rows = len(self._event.sample)
         else:
             assert isinstance(self._event, _Denoise)
             num_rows = len(self._event.arguments[latents_name(self._event.arguments)])

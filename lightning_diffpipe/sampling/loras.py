@@ -25,9 +25,9 @@ _ADAPTER = "file"
 
 def refuse_adapted(names: Collection[str], origin: str) -> None:
     """Raises CheckpointError for weights of a part with adapters where nothing says how to make these."""
-    if found := [name for name in names if ".base_layer." in name or ".lora_" in name]:
+    if adapters := [name for name in names if ".base_layer." in name or ".lora_" in name]:
         raise CheckpointError(
-            f"{origin} has weights of adapters ({found[0]}, and {len(found) - 1} more), but not their "
+            f"{origin} has weights of adapters ({adapters[0]}, and {len(adapters) - 1} more), but not their "
             "settings, so they would be lost; load it into a module with the same adapters "
             f"(module.load_state_dict), and then {MERGE}"
         )
@@ -50,7 +50,7 @@ class StoredLora:
     def __init__(
         self, path: str | Path, scale: float, cls: Any, unet: Mapping[str, Any] | None = None
     ) -> None:
-        self.path, self._scale, self._cls = str(path), scale, cls
+        self.path, self._scale = str(path), scale
         require_number(f"loras[{self.path!r}]", scale)
         if not hasattr(cls, "lora_state_dict"):
             raise ConfigurationError(

@@ -54,19 +54,19 @@ class SamplingMesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns where a rank is on each axis."""
-        found = {}
+        coordinates = {}
         for name, size in reversed(asdict(self).items()):
-            rank, found[name] = divmod(rank, size)
-        return dict(reversed(found.items()))
+            rank, coordinates[name] = divmod(rank, size)
+        return dict(reversed(coordinates.items()))
 
     def groups(self, *axes: Axis) -> list[list[int]]:
         """Returns the ranks that differ along these axes only, one list per group, each in order."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.num_ranks):
             place = self.coordinates(rank)
             key = tuple(place[name] for name in place if name not in axes)
-            found.setdefault(key, []).append(rank)
-        return list(found.values())
+            groups.setdefault(key, []).append(rank)
+        return list(groups.values())
 
 
 def fitting_meshes(num_ranks: int, methods_axes: Sequence[Axis]) -> Iterator[SamplingMesh]:
@@ -113,24 +113,6 @@ def fit_mesh(num_ranks: int, method: str, **wish: int | None) -> SamplingMesh:
     return mesh
 
 
-def refuse_axes(num_ranks: int, **wish: int | None) -> None:
-    """Raises ConfigurationError if no mesh of all ranks has these sizes, whatever the method is.
-
-    Example:
-        >>> refuse_axes(6, data=3)
-        >>> refuse_axes(3, guidance=2)
-        Traceback (most recent call last):
-        lightning_diffpipe.errors.ConfigurationError: 3 ranks cannot be divided as guidance=2; ...
-    """
-    wish = {name: size for name, size in wish.items() if size is not None}
-    every = fitting_meshes(num_ranks, get_args(Axis))
-    if not any(wish.items() <= asdict(mesh).items() for mesh in every):
-        raise ConfigurationError(
-            f"{num_ranks} ranks cannot be divided as {_text(wish)}; choose sizes whose product divides "
-            f"{num_ranks}, with guidance 1 or 2, or leave them out"
-        )
-
-
 def _text(wish: Mapping[str, int | None]) -> str:
     return ", ".join(f"{name}={size}" for name, size in wish.items())
 
@@ -171,6 +153,7 @@ class MeshLinks:
         self.links = links("parallel")
         self.sequence_links = links("sequence")
         self.branches = links("guidance")
+        self._all = self.links, self.sequence_links, self.branches
 
     def exchange(self, prediction: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the predictions of both branches of guidance, in order; this rank brings its own."""
@@ -185,18 +168,14 @@ class MeshLinks:
 
     def leaves_messages(self) -> bool:
         """Returns whether this rank is in the middle of messages that cannot be taken back."""
-        return any(links.occupies_device and links.is_under_way for links in self._processes())
+        return any(links.occupies_device and links.is_under_way for links in self._all)
 
     def disconnect(self) -> None:
-        """Destroys the groups made for this rank."""
-        for links in self._processes():
+        """Destroys the groups made for this rank; collective."""
+        for links in self._all:
             links.disconnect()
 
     def abandon(self) -> None:
-        """Does the same at once, with messages under way."""
-        for links in self._processes():
+        """Destroys them at once, with messages under way, so that no rank waits for this one."""
+        for links in self._all:
             links.abandon()
-
-    def _processes(self) -> list[ProcessLinks]:
-        every = (self.links, self.sequence_links, self.branches)
-        return [links for links in every if isinstance(links, ProcessLinks)]

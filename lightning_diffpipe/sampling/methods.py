@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -13,7 +14,13 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Alone, Links, Traffic
 from lightning_diffpipe.comm.packing import TensorShape
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError, require_number
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DiffPipeError,
+    GraphError,
+    require_choice,
+    require_number,
+)
 from lightning_diffpipe.graph.placement import held_bytes, is_placeholder
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.sampling_rule import (
@@ -25,20 +32,19 @@ from lightning_diffpipe.planning.sampling_rule import (
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.loop import settings_restored
-from lightning_diffpipe.sampling.mesh import Axis, MeshLinks, SamplingMesh, fit_mesh, refuse_axes
+from lightning_diffpipe.sampling.mesh import Axis, MeshLinks, SamplingMesh, fit_mesh
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
-    refuse_mode,
+    SEQUENCE_MODES,
     refuse_without_normaliser,
 )
 from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
-from lightning_diffpipe.sampling.request import OneProcess, Request, Sampler
+from lightning_diffpipe.sampling.report import RankReport, SamplingStatistics
+from lightning_diffpipe.sampling.request import OneProcess, Request, Sampler, require_warmup
 from lightning_diffpipe.sampling.skeleton import load_weights
 from lightning_diffpipe.sampling.source import Source
-from lightning_diffpipe.sampling.statistics import SamplingStatistics
 from lightning_diffpipe.sampling.step_caches import refuse_cache, refuse_cache_of, step_cache_named
-from lightning_diffpipe.sampling.tracing.attention import set_attention
-from lightning_diffpipe.sampling.tracing.compiled import compile_blocks
+from lightning_diffpipe.sampling.tracing.attention import compile_blocks, set_attention
 from lightning_diffpipe.sampling.world import World
 
 _WARMUP_STEPS = {"distrifusion": 4, "naive": 0}
@@ -55,9 +61,6 @@ _SAMPLERS: dict[str, type] = {
 }
 """The sampler of each method; DistriFusion is that of all others."""
 _GIVEN = {"model", "links", "sequence_links", "num_patches", "warmup_steps"}
-_OF_PREDICTOR = (
-    "device", "dtype", "variant", "timeout_s", "busy_timeout_s", "ema", "alone", "vae_tiling", "vae_slicing"
-)  # fmt: skip
 _CALLED_OTHERWISE = {"torch_dtype": "dtype"}  # as diffusers says it
 
 
@@ -101,21 +104,13 @@ class MethodOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache", step_cache_named(self.cache))
-        if isinstance(self.warmup_steps, str) and self.warmup_steps != "auto":
-            raise ConfigurationError(
-                f"warmup_steps={self.warmup_steps!r}; choose a number, 0 or more, or 'auto'"
-            )
-        if self.warmup_steps not in (None, "auto"):
-            require_number("warmup_steps", self.warmup_steps, 0, whole=True)
+        if self.warmup_steps is not None:
+            require_warmup(self.warmup_steps)
         for name in ("num_patches", *get_args(Axis)):
             if getattr(self, name) is not None:
                 require_number(name, getattr(self, name), 1, whole=True)
-        if self.decoding not in ("auto", "rank_0"):
-            raise ConfigurationError(f"decoding={self.decoding!r}; choose auto or rank_0")
-        if self.compile not in (None, "blocks"):
-            raise ConfigurationError(
-                f"compile={self.compile!r}; ranks share blocks: choose 'blocks'"
-            )
+        require_choice("decoding", self.decoding, ("auto", "rank_0"))
+        require_choice("compile", self.compile, (None, "blocks"))
         if self.num_patches is not None and self.method in set(METHODS) - {"pipefusion"}:
             raise ConfigurationError(
                 f"num_patches={self.num_patches} is of method=pipefusion; method={self.method} has no patches, "
@@ -128,27 +123,6 @@ class MethodOptions:
         if self.warmup_steps is None:
             return _WARMUP_STEPS.get(self.method, 1)
         return self.warmup_steps
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What one rank did in one request.
-
-    Attributes:
-        options: What was decided.
-        statistics: Of the sampler, empty on ranks without a prompt; with what was sent outside of it: between
-            halves of guidance, and final latents to rank 0.
-        resident_bytes: Bytes of the denoiser's parameters on this rank.
-        whole_bytes: Bytes of all its parameters.
-        is_finite: Whether the final latents of this rank's share of the prompts are.
-    """
-
-    options: MethodOptions
-    num_steps: int
-    statistics: SamplingStatistics
-    resident_bytes: int
-    whole_bytes: int
-    is_finite: bool
 
 
 def options_taken(method: str) -> set[str]:
@@ -168,32 +142,37 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
         ConfigurationError: There is no such method, mesh or option.
     """
     method, wish = options.method, {axis: getattr(options, axis) for axis in get_args(Axis)}
-    if method not in (*METHODS, "auto"):
-        raise ConfigurationError(f"method={method!r}; choose {', '.join(METHODS)} or auto")
+    require_choice("method", method, (*METHODS, "auto"))
     takers = [options_taken(name) for name in (CHOOSABLE if method == "auto" else (method,))]
     if not any(set(options.further) <= taken for taken in takers):
         raise _unknown(options, set().union(*takers))
     if method == "auto":
-        refuse_axes(num_ranks, **wish)
+        sizes = {axis: size for axis, size in wish.items() if size is not None}
+        if num_ranks % math.prod(sizes.values()) or sizes.get("guidance", 1) > 2:
+            asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+            raise ConfigurationError(
+                f"{num_ranks} ranks cannot be divided as {asked}; choose sizes whose product divides {num_ranks}, "
+                "with guidance 1 or 2, or leave them out"
+            )
         for name in ("mode", "sequence_mode"):
             if name in options.further:
-                refuse_mode(options.further[name], name)
+                require_choice(name, options.further[name], list(SEQUENCE_MODES))
         return options
     mesh = fit_mesh(num_ranks, method, **wish)
     chosen = replace(options, mesh=mesh, warmup_steps=options.synchronous_steps)
-    _refuse_compiled(chosen)
-    refuse_cache(chosen.cache, method, num_ranks, bool(chosen.compile))
+    _refuse_hooks(chosen)
     make_sampler(nn.Identity(), Alone(), Alone(), chosen)  # checks their values
     return chosen
 
 
-def _refuse_compiled(options: MethodOptions) -> None:
-    """Raises ConfigurationError for compiled blocks of a method that looks into them."""
+def _refuse_hooks(options: MethodOptions) -> None:
+    """Raises ConfigurationError for compiled blocks, or a step cache, that the method has no place for."""
     if options.compile and _SAMPLERS.get(options.method, DistriFusion) is DistriFusion:
         raise ConfigurationError(
             f"compile=blocks: with method={options.method} ranks answer convolutions, norms and attention inside "
             "blocks, where compilers leave nothing to answer; take pipefusion, sequence or single, or leave it out"
         )
+    refuse_cache(options.cache, options.method, options.mesh.num_ranks, bool(options.compile))
 
 
 def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
@@ -203,12 +182,10 @@ def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
         return ConfigurationError(
             f"method=auto: no method takes {' and '.join(sorted(options.further))} together; leave one out"
         )
-    known = [*sorted(taken), *(f.name for f in fields(MethodOptions)), *_OF_PREDICTOR]
+    known = [*sorted(taken), *(f.name for f in fields(MethodOptions))]
     near = difflib.get_close_matches(unknown[0], known, n=1)
     hint = f"it takes {', '.join(sorted(taken))}" if taken else "it has no options of its own"
-    if unknown[0] in _OF_PREDICTOR:
-        hint = "that is an argument of from_pretrained only"
-    elif name := _CALLED_OTHERWISE.get(unknown[0]) or "".join(near):
+    if name := _CALLED_OTHERWISE.get(unknown[0]) or "".join(near):
         hint = f"say {name}="
     return ConfigurationError(f"method={options.method} takes no {unknown[0]!r}; {hint}")
 
@@ -291,7 +268,12 @@ class Chooser:
         """
         case, options = self._case(call), self._options
         ranked = ranked_choices(case, options.num_patches)
-        wished = [each for each in ranked if self._is_wished(each)]
+        wished = [
+            choice
+            for choice in ranked
+            if set(options.further) <= options_taken(choice.method)
+            and all(getattr(options, axis) in (None, size) for axis, size in choice.axes.items())
+        ]
         if not wished:
             sizes = ((axis, getattr(options, axis)) for axis in get_args(Axis))
             asked = ", ".join(f"{axis}={size}" for axis, size in sizes if size) or "asked"
@@ -347,11 +329,6 @@ class Chooser:
             self._memory_bytes,
         )
 
-    def _is_wished(self, choice: SamplingChoice) -> bool:
-        sizes = ((getattr(self._options, axis), size) for axis, size in choice.axes.items())
-        has_axes = all(wish in (None, size) for wish, size in sizes)
-        return has_axes and set(self._options.further) <= options_taken(choice.method)
-
     def _is_refused(self, decided: MethodOptions) -> bool:
         return any(
             decided.method == options.method
@@ -383,8 +360,7 @@ def free_memory(device: torch.device) -> int | None:
 def refuse_request(call: Call, options: MethodOptions) -> None:
     """Raises ConfigurationError if ranks cannot share such a request by a method, whatever its denoiser is."""
     mesh, patches = options.mesh, 1
-    _refuse_compiled(options)
-    refuse_cache(options.cache, options.method, mesh.num_ranks, bool(options.compile))
+    _refuse_hooks(options)
     if options.method == "pipefusion":
         patches = options.num_patches or mesh.parallel
     # Ranks, or patches, share calls of the denoiser.
@@ -428,7 +404,7 @@ class Worker:
         self._begin(0)
 
     def load(self, call: Call) -> dict[str, Any]:
-        """Reads what this rank needs for a request, apart from `sample`, whose messages do not wait for slow disks.
+        """Reads what this rank needs for a request before `sample`, whose messages do not wait for slow disks.
 
         Returns:
             What was decided about the request on the way, for `sample`.
@@ -458,7 +434,7 @@ class Worker:
         """
         self._begin(len(call.timesteps))
         mine = self._share(call)
-        latents, found = mine.latents, list[SamplingStatistics]()
+        latents, phases = mine.latents, list[SamplingStatistics]()
         if not len(latents):
             return latents
         was_training = self._model.training
@@ -472,14 +448,14 @@ class Worker:
                         lambda step, start=phase.start: on_step(start + step),
                         **({} if index else prepared),
                     )
-                    found.append(sampler.statistics)
+                    phases.append(sampler.statistics)
             self.place.branches.finish()
         except DiffPipeError as error:
             error.leaves_messages = self.place.leaves_messages()
             raise
         finally:
             self._model.train(was_training)
-        self._statistics = functools.reduce(SamplingStatistics.followed_by, found)
+        self._statistics = functools.reduce(SamplingStatistics.followed_by, phases)
         self._is_finite = bool(latents.isfinite().all())
         return latents
 
@@ -525,15 +501,15 @@ class Worker:
             load_weights(self._model, self._weights, absent)
             self._weights = None
             return {}
-        found = sampler.prepare(request)
+        setting = sampler.prepare(request)
         rank = self.place.links.rank
         own = dict(request.model.named_parameters())
-        names = resident_parameters(request.model, found.layout, found.stages, rank)
+        names = resident_parameters(request.model, setting.layout, setting.stages, rank)
         resident = {id(own[name]) for name in names}
         names = {name for name, p in self._model.named_parameters() if id(p) in resident}
         if names & absent:
             load_weights(self._model, self._weights, names & absent)
-        return {"setting": found}
+        return {"setting": setting}
 
     def gather(self, call: Call, latents: Tensor) -> Tensor:
         """Brings the latents of all positions of the data axis to rank 0, when all ranks have sampled.
@@ -577,11 +553,3 @@ class Worker:
     def _sent_around(self) -> Traffic:
         """Returns what was sent so far outside the sampler."""
         return self.place.branches.traffic.plus(self.world.links.traffic)
-
-    def close(self) -> None:
-        """Ends this rank's groups; collective."""
-        self.place.disconnect()
-
-    def abandon(self) -> None:
-        """Ends this rank's groups at once, so that nobody waits for it. No further request can be run."""
-        self.place.abandon()

@@ -66,12 +66,7 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
 
 
 def opened_weights(folder: Path, variant: str | None, stem: str | None = None) -> Weights:
-    """Opens the safetensors files of a component, whose weights may be stored quantized.
-
-    Args:
-        folder: Of the component.
-        variant: As in `SafetensorsFolder`.
-        stem: As in `SafetensorsFolder`.
+    """Opens a `SafetensorsFolder`, whose weights may be stored quantized.
 
     Raises:
         ConfigurationError: See `quantization_config`.
@@ -83,12 +78,7 @@ def opened_weights(folder: Path, variant: str | None, stem: str | None = None) -
 
 
 class QuantizedWeights(ChangedWeights):
-    """Weights that are stored quantized, by the names of plain ones.
-
-    Args:
-        weights: The stored tensors.
-        config: The `quantization_config` of their component.
-    """
+    """Weights that are stored quantized, by the names of plain ones; `config` is the `quantization_config`."""
 
     def __init__(self, weights: SafetensorsFolder, config: Mapping[str, Any]) -> None:
         super().__init__(weights)
@@ -163,12 +153,6 @@ def load_transformer(cls: Any, folder: Path, dtype: torch.dtype, variant: str | 
     """Loads a model of transformers that is stored quantized, mapped from its files.
 
     Its own loader gives names their places, and placeholders without memory in those of quantized weights.
-
-    Args:
-        cls: Class of the model.
-        folder: With its files.
-        dtype: Of plain weights.
-        variant: Of its files.
 
     Raises:
         CheckpointError: Weights are missing.

@@ -1,4 +1,4 @@
-"""What the parts of a pipeline answered, so that its call can be run again without them.
+"""Recorded answers of the parts of a pipeline, by which its call can be run again without them.
 
 Text encoders and autoencoder are asked on rank 0 only, and once for a request, though the pipeline's own call runs
 on all ranks, under PipeFusion once for each patch. Everybody asks the same questions in the same order:
@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 _MODES = ("eval", "train", "requires_grad_", "to")
-"""What pipelines tell a module without asking for an answer."""
+"""Methods of a module that pipelines call for their effect."""
 
 
 class LoopEnds(BaseException):
@@ -67,11 +67,11 @@ def moved(value: Any, device: torch.device | str) -> Any:
             return there[id(leaf)]
         own = getattr(leaf, "__dict__", None)
         if own and any(isinstance(each, torch.Tensor) for each in own.values()):
-            twin = object.__new__(type(leaf))
-            vars(twin).update(
+            moved_leaf = object.__new__(type(leaf))
+            vars(moved_leaf).update(
                 {n: move(x) if isinstance(x, torch.Tensor) else x for n, x in own.items()}
             )
-            return twin
+            return moved_leaf
         return leaf
 
     return pytree.tree_map(move, value)
@@ -204,7 +204,7 @@ def _then(method: Callable[..., Any] | None, part: Any) -> Callable[..., Any]:
 
 
 class _Iterated(list[Any]):
-    """What an iterator gives."""
+    """The items of an iterator."""
 
 
 def copied(value: Any) -> Any:

@@ -32,7 +32,6 @@ from lightning_diffpipe.comm.links import Links
 from lightning_diffpipe.errors import (
     ConfigurationError,
     DiffPipeError,
-    GraphError,
     LayoutError,
     clear_variables,
 )
@@ -45,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 Predict = Callable[[Request], Tensor]
-"""What a sampler makes of a request that shows the model the same latents in every step: its last prediction."""
+"""Runs a request that shows the model the same latents in every step, and returns the last prediction."""
 
 
 def rehearse(
@@ -94,13 +93,12 @@ def refuse_if_other(
     tolerance: float,
     where: str,
     whole: str,
-    cause: Callable[[], str],
     remedy: str,
-    kind: type[GraphError] = LayoutError,
+    cause: Callable[[], str] = lambda: "",
 ) -> None:
-    """Raises an error of a kind, on all ranks, where a model computes something else in parts than on the whole."""
+    """Raises LayoutError, on all ranks, where a model computes something else in parts than on the whole."""
     if not error <= tolerance:
-        raise kind(
+        raise LayoutError(
             f"{where} this model computes something else than on {whole}: relative error {error:.1e}, allowed "
             f"are {tolerance:.0e}{cause()}; {remedy}, or pass verify=False if you accept this"
         )
@@ -123,7 +121,7 @@ def _refuse_if_other(
         return "; no operator was found that mixes tokens, so perhaps a block makes positions for them by itself"
 
     tolerance = tolerance_of(model, latents)
-    refuse_if_other(error, tolerance, where, "all tokens", cause, remedy)
+    refuse_if_other(error, tolerance, where, "all tokens", remedy, cause)
 
 
 def _showing(request: Request, num_steps: int) -> Request:
@@ -179,10 +177,10 @@ def tolerance_of(model: nn.Module, latents: Tensor, convolves_parts: bool = Fals
     return min(max(1e-6, 1e4 * eps), 0.1)
 
 
-def relative_error(found: Any, whole: Any) -> float:
+def relative_error(parts: Any, whole: Any) -> float:
     """Returns the largest relative difference of two calls' results; one that overflows anyway says nothing."""
     errors = [0.0]
-    for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(whole), strict=True):
+    for a, b in zip(pytree.tree_leaves(parts), pytree.tree_leaves(whole), strict=True):
         if isinstance(a, Tensor) and a.is_floating_point():
             if a.shape != b.shape:
                 return math.inf
@@ -193,7 +191,7 @@ def relative_error(found: Any, whole: Any) -> float:
     return max(errors)
 
 
-def error_beside(links: Links, plain: Callable[[], Any], found: Any, warning: str) -> float:
+def error_beside(links: Links, plain: Callable[[], Any], parts: Any, warning: str) -> float:
     """Returns the relative error of results against a plain call of rank 0; collective.
 
     Returns:
@@ -202,7 +200,7 @@ def error_beside(links: Links, plain: Callable[[], Any], found: Any, warning: st
 
     def error_here() -> float:
         try:
-            return relative_error(found, plain())
+            return relative_error(parts, plain())
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -243,22 +241,20 @@ def failing(
     where: str,
     remedy: str = REMEDY_OF_PATCHES,
     cause: str = "a block expects all tokens",
-    kind: type[GraphError] = LayoutError,
-    remedy_of_memory: str = REMEDY_OF_MEMORY,
 ) -> Iterator[None]:
     """Gives a reason for errors of a model that runs on the whole, but not in parts.
 
     Raises:
-        GraphError: The model failed; of that kind.
+        LayoutError: The model failed.
         ConfigurationError: Memory did not suffice, which says nothing of the model.
     """
     try:
-        with needing_memory(where, remedy_of_memory):
+        with needing_memory(where, REMEDY_OF_MEMORY):
             yield
     except DiffPipeError:
         raise
     except Exception as error:
-        raise kind(
+        raise LayoutError(
             f"{where} this model fails, most likely because {cause}: "
             f"{type(error).__name__}: {error}; {remedy}"
         ) from error

@@ -1,4 +1,7 @@
-"""What a request took: seconds, bytes, weights, and how far the images are from one process.
+"""The cost of a request in seconds and bytes, and how far its images are from those of one process.
+
+A sampler counts while it runs (`SamplingStatistics`), a rank adds what it has read and sent besides (`RankReport`),
+and rank 0 joins these for the user (`SamplingReport`):
 
 pipefusion, num_patches=4, warmup_steps=1, on parallel=2
 20 steps      0.41 s each; 8.3 s in all, 9.1 s with encoding and decoding
@@ -6,22 +9,134 @@ bytes sent    hidden 1.2 MiB, latents 38.0 KiB, result 2.0 KiB
 weights       rank 0: 8.1 MiB, rank 1: 7.9 MiB; the whole denoiser has 14.2 MiB
 """
 
+from __future__ import annotations
+
+import contextlib
 import functools
+import itertools
 import math
-import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from lightning_diffpipe.comm.links import Traffic
-from lightning_diffpipe.sampling.methods import RankReport
+from lightning_diffpipe.clock import clock_for
+from lightning_diffpipe.comm.links import Links, Traffic
+
+if TYPE_CHECKING:
+    from lightning_diffpipe.sampling.methods import MethodOptions
+
+
+@dataclass
+class SamplingStatistics:
+    """Counts and times of one request on one rank.
+
+    Attributes:
+        traffic: Bytes and messages that this rank sent and received.
+        step_s: Seconds from the end of one denoising step to the end of the next, on this rank, without what is
+            found out about the model on the way.
+        total_s: Seconds of the whole request.
+        num_synchronous: Synchronous steps at the start, where the method has such.
+    """
+
+    traffic: Traffic = field(default_factory=Traffic)
+    step_s: list[float] = field(default_factory=list)
+    total_s: float = 0.0
+    num_synchronous: int | None = None
+
+    def followed_by(self, other: SamplingStatistics) -> SamplingStatistics:
+        """Joins the statistics of two parts of a request."""
+        synchronous = None
+        if self.num_synchronous is not None and other.num_synchronous is not None:
+            synchronous = self.num_synchronous + other.num_synchronous
+        return SamplingStatistics(
+            self.traffic.plus(other.traffic),
+            self.step_s + other.step_s,
+            self.total_s + other.total_s,
+            synchronous,
+        )
+
+
+@contextlib.contextmanager
+def measured(sampler: Any, request: Any, *links: Links) -> Iterator[Stopwatch]:
+    """Counts everything inside as one request, in new statistics of the sampler."""
+    before = [each.traffic.copy() for each in links]
+    sampler.statistics = statistics = SamplingStatistics()
+    watch = Stopwatch(statistics, request.latents.device)
+    try:
+        yield watch
+        watch.stop()
+    finally:
+        for each, start in zip(links, before, strict=True):
+            statistics.traffic = statistics.traffic.plus(each.traffic.since(start))
+
+
+class Stopwatch:
+    """Times the steps of one request on one rank.
+
+    Args:
+        statistics: Where to write them.
+        device: Where the model runs; steps are timed there, as a host hands a GPU its work long before.
+    """
+
+    def __init__(self, statistics: SamplingStatistics, device: torch.device) -> None:
+        self._statistics = statistics
+        self._origin_s = time.perf_counter()
+        self._clock = clock_for(device)
+        self._ends = [self._clock.stamp()]
+        self._apart: list[tuple[int, Any, Any]] = []  # in which step, from when to when
+
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        """Takes everything inside for no part of a step, but done once for many requests."""
+        start = self._clock.stamp()
+        try:
+            yield
+        finally:
+            self._apart.append((len(self._ends) - 1, start, self._clock.stamp()))
+
+    def step_done(self) -> None:
+        """Ends a denoising step."""
+        self._ends.append(self._clock.stamp())
+
+    def stop(self) -> None:
+        """Ends the request; waits for the device."""
+        self._clock.settle()
+        seconds = self._clock.seconds
+        self._statistics.step_s = [seconds(*ends) for ends in itertools.pairwise(self._ends)]
+        for step, start, stop in self._apart:
+            self._statistics.step_s[step] -= seconds(start, stop)
+        self._statistics.total_s = time.perf_counter() - self._origin_s
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's part in one request.
+
+    Attributes:
+        options: What was decided.
+        statistics: Of the sampler, empty on ranks without a prompt; with what was sent outside of it: between
+            halves of guidance, and final latents to rank 0.
+        resident_bytes: Bytes of the denoiser's parameters on this rank.
+        whole_bytes: Bytes of all its parameters.
+        is_finite: Whether the final latents of this rank's share of the prompts are.
+    """
+
+    options: MethodOptions
+    num_steps: int
+    statistics: SamplingStatistics
+    resident_bytes: int
+    whole_bytes: int
+    is_finite: bool
 
 
 @dataclass(frozen=True)
 class SamplingReport:
-    """What all ranks did in one request.
+    """One request on all ranks.
 
     Attributes:
         mesh: Sizes of the axes, as text.
@@ -76,22 +191,18 @@ class SamplingReport:
             )
         return "\n".join(lines)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns all numbers, for JSON."""
-        return dict(vars(self))
-
 
 def merge(reports: Sequence[RankReport]) -> SamplingReport:
     """Joins the reports of all ranks, in the order of ranks."""
     options, num_steps = reports[0].options, reports[0].num_steps
     ranks = [report.statistics for report in reports]
     traffic = functools.reduce(Traffic.plus, (rank.traffic for rank in ranks))
-    steps = [statistics.median(rank.step_s) for rank in ranks if rank.step_s]
+    steps = [median(rank.step_s) for rank in ranks if rank.step_s]
     approximate = options.method in ("pipefusion", "distrifusion", "naive")
     warmup_steps = options.warmup_steps
     if not isinstance(warmup_steps, int):
-        found = (rank.num_synchronous for rank in ranks)
-        warmup_steps = next((steps for steps in found if steps is not None), None)
+        synchronous = (rank.num_synchronous for rank in ranks)
+        warmup_steps = next((steps for steps in synchronous if steps is not None), None)
     patches = None
     if options.method == "pipefusion":
         patches = options.num_patches or options.mesh.parallel

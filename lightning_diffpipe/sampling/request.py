@@ -1,4 +1,4 @@
-"""What is sampled, and who can do it.
+"""A request, and the protocol of the samplers that run it.
 
 A request is everything one denoising loop needs, as plain Python objects: the model that is made parallel,
 the user's own closure around it, a scheduler with its timesteps, and the noise to start from. The closure
@@ -29,13 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Links
-from lightning_diffpipe.errors import ConfigurationError, SamplingError, require_number
+from lightning_diffpipe.errors import SamplingError, require_choice, require_number
+from lightning_diffpipe.sampling.report import SamplingStatistics, measured
 from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
     takes_generator,
     with_host_timesteps,
 )
-from lightning_diffpipe.sampling.statistics import SamplingStatistics, measured
 from lightning_diffpipe.sampling.step_caches import StepCache
 from lightning_diffpipe.sampling.tracing.attention import KernelsAnswered
 
@@ -223,14 +223,12 @@ class InputScaler:
         return self._before[step].scale_model_input(latents, self._timesteps[step])
 
 
-def require_warmup(warmup_steps: Any, settled: Any) -> None:
-    """Refuses a sampler warm-up that a sampler cannot take.
-
-    Raises:
-        ConfigurationError: It is neither a number of steps nor "auto", or ends at no number.
-    """
-    if warmup_steps != "auto" and (not isinstance(warmup_steps, int) or warmup_steps < 0):
-        raise ConfigurationError(f"warmup_steps={warmup_steps!r}; choose 0 or more, or 'auto'")
+def require_warmup(warmup_steps: Any, settled: Any = 0.0) -> None:
+    """Raises ConfigurationError for a sampler warm-up of no number of steps, or that ends at no number."""
+    if isinstance(warmup_steps, str):
+        require_choice("warmup_steps", warmup_steps, ("a number, 0 or more,", "auto"))
+    else:
+        require_number("warmup_steps", warmup_steps, 0, whole=True)
     require_number("settled", settled, 0)
 
 

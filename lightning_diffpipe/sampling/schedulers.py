@@ -1,7 +1,7 @@
 """Schedulers in patches: one copy for each patch, each seeing its own rows only.
 
-A scheduler's step is elementwise in the latents for nearly all samplers, so rows can be stepped apart, each by a
-copy with a history of its own. Whether that holds is not looked up in a list but tried: two halves are stepped
+A scheduler's step is elementwise in the latents for nearly all samplers, so rows can be stepped separately, by
+copies with a history of their own. Whether that holds is not looked up in a list but tried: two halves are stepped
 by two copies through all timesteps and compared with the whole. Thresholding by quantiles, Brownian trees and
 whatever else looks at all rows fails the test and is refused by name.
 
@@ -100,17 +100,6 @@ class PatchSchedulers:
         return _dense(x.narrow(at, start, length))
 
 
-def refuse_unless_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> None:
-    """Raises ConfigurationError, naming the scheduler, unless patches can be stepped apart (`is_elementwise`)."""
-    if not is_elementwise(scheduler, timesteps, ndim, axis):
-        raise ConfigurationError(
-            f"{type(scheduler).__name__} looks at all rows of the latents in one step "
-            "(thresholding, or noise that is not drawn by torch.randn), so patches cannot be stepped "
-            "apart; switch that off, or use another scheduler such as FlowMatchEulerDiscreteScheduler, "
-            "DDIMScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler or UniPCMultistepScheduler"
-        )
-
-
 def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> bool:
     """Tries whether stepping two halves with two copies equals stepping the whole, over all timesteps.
 
@@ -156,9 +145,9 @@ def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> b
 
 def on_host(scheduler: Any) -> Any:
     """Returns a copy whose tensors are on the host."""
-    twin = copy.copy(scheduler)
-    vars(twin).update(pytree.tree_map_only(Tensor, lambda x: x.cpu(), dict(vars(scheduler))))
-    return twin
+    copied = copy.copy(scheduler)
+    vars(copied).update(pytree.tree_map_only(Tensor, lambda x: x.cpu(), dict(vars(scheduler))))
+    return copied
 
 
 def with_host_timesteps(scheduler: Any) -> Any:
@@ -265,9 +254,9 @@ def for_samples(
         with noise.of(rows, num_rows):
             return plain.step(self, *args, **kwargs)
 
-    twin = copy.deepcopy(scheduler)
-    twin.__class__ = type(plain.__name__, (plain,), {"step": step})  # survives further copies
-    return twin
+    dividing = copy.deepcopy(scheduler)
+    dividing.__class__ = type(plain.__name__, (plain,), {"step": step})  # survives further copies
+    return dividing
 
 
 def random_states(device: torch.device) -> list[Tensor]:

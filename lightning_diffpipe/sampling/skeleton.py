@@ -48,7 +48,11 @@ _FLOATS = {
 
 
 class Weights(Protocol):
-    """Stored tensors of one module, by parameter name."""
+    """Stored tensors of one module, by parameter name.
+
+    Attributes:
+        origin: Where they are stored.
+    """
 
     origin: str
 
@@ -63,6 +67,11 @@ class Weights(Protocol):
 
     def quantized_bytes(self) -> Mapping[str, int]:
         """Returns the stored bytes of each weight that is read as a quantized one."""
+        return {}
+
+    def files(self) -> dict[str, str]:
+        """Returns the file of each tensor, after `origin`, if there are several."""
+        return {}
 
 
 def _opened(path: Path) -> Any:
@@ -72,7 +81,7 @@ def _opened(path: Path) -> Any:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
-class SafetensorsFolder:
+class SafetensorsFolder(Weights):
     """Weights of one part of a diffusers folder: one file, or several with an index.
 
     Args:
@@ -123,14 +132,10 @@ class SafetensorsFolder:
 
     def digests(self) -> dict[str, str]:
         """See `Weights`."""
-        found = {}
+        digests = {}
         for path in sorted(set(self._file_of.values())):
-            found |= digests_of_safetensors(path)
-        return found
-
-    def quantized_bytes(self) -> Mapping[str, int]:
-        """See `Weights`."""
-        return {}
+            digests |= digests_of_safetensors(path)
+        return digests
 
     def header(self) -> dict[str, str]:
         """Returns what the headers of the files say besides names, types and shapes."""
@@ -144,7 +149,7 @@ class SafetensorsFolder:
         return texts
 
     def files(self) -> dict[str, str]:
-        """Returns the file of each tensor, after `origin`."""
+        """See `Weights`."""
         return {name: f"/{path.name}" for name, path in self._file_of.items()}
 
 
@@ -205,7 +210,7 @@ def stored_dtype(folder: Path, variant: str | None = None) -> torch.dtype | None
     return max(floats, key=lambda dtype: floats[dtype], default=None)
 
 
-class StateDict:
+class StateDict(Weights):
     """Weights that are in memory, or mapped into it, under a prefix."""
 
     def __init__(self, values: Mapping[str, Tensor], prefix: str, origin: str) -> None:
@@ -228,10 +233,6 @@ class StateDict:
     def digests(self) -> dict[str, str]:
         """See `Weights`."""
         return {name: digest_of_tensor(value) for name, value in self._values.items()}
-
-    def quantized_bytes(self) -> Mapping[str, int]:
-        """See `Weights`."""
-        return {}
 
 
 class ChangedWeights:

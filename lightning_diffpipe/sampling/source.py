@@ -33,8 +33,9 @@ from lightning_diffpipe.errors import (
 from lightning_diffpipe.graph.fakes import shapes_without_values
 from lightning_diffpipe.graph.placement import keep_stored, note_stored_bytes, quantize_all
 from lightning_diffpipe.quantization import quantizations_of, quantize_components
-from lightning_diffpipe.sampling.call import Call, dry_run_of
+from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.digests import Identity, as_texts
+from lightning_diffpipe.sampling.dry_run import dry_run_of
 from lightning_diffpipe.sampling.ip_adapters import (
     load_image_encoder,
     refuse_images,
@@ -81,7 +82,7 @@ _NEEDS_VALUES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What to draw, and how; `Predictor.__call__` says what each is.
+    """Arguments of a request; `Predictor.__call__` says what each is.
 
     A `generator` among `options` takes the place of the seed. Prompts are None where the pipeline is given their
     embeddings, or an image alone.
@@ -202,68 +203,56 @@ class DiffusersFolder:
     """
 
     def __init__(self, path: Path, leads: bool, device: torch.device, opening: Opening) -> None:
-        dtype, variant, parts = opening.dtype, opening.variant, opening.parts
-        index = _model_index(path, parts, opening.pipeline_class)
-        names = denoisers_among(n for n, entry in index.items() if not _is_absent(entry))
-        if not names:
-            raise ConfigurationError(
-                f"the {index['_class_name']} at {path} has no transformer and no unet, so nothing can be sampled; "
-                "it has " + ", ".join(n for n in index if not n.startswith("_"))
-            )
-        self.name = names[0]
-        folder = path / self.name
-        library, class_name = index[self.name] or ("missing", "part")
-        if library != "diffusers" or not hasattr(diffusers, class_name):
-            raise ConfigurationError(
-                f"{path}: the {self.name} is a {library}.{class_name}, not a model of diffusers "
-                f"{diffusers.__version__}"
-            )
-        cls = getattr(diffusers, class_name)
-        weights = opened_weights(folder, variant)
-        present = [name for name, entry in index.items() if is_component(entry)]
-        pipeline_class = index["_class"]
-        config = _config(cls, folder)
-        unet = config if self.name == "unet" else None
-        added = read_loras(opening.loras or {}, pipeline_class, present, unet)
-        adapters = opening.ip_adapters or {}
-        files = require_ip_adapters(pipeline_class, adapters)
-        stored = [name for name in present if name not in parts]  # what is given stays as it is
-        self._quantizations = quantizations_of(opening.quantization, stored)
-        self.denoiser = skeleton(cls, config, device, dtype)
-        check_weights(self.denoiser, weights)
-        self._path, self._index, self._device = path, index, device
-        self._options = {"dtype": dtype, "variant": variant}
-        if parts.get(self.name) is not None:
+        dtype, variant, given = opening.dtype, opening.variant, opening.parts
+        index = _model_index(path, given, opening.pipeline_class)
+        self.name, denoiser_class = _denoiser_class(path, index)
+        if given.get(self.name) is not None:
             raise ConfigurationError(
                 f"{self.name}=... cannot be given: ranks read its weights themselves; save the pipeline with it "
                 "to a folder, and open that"
             )
-        self._given = {name: part for name, part in parts.items() if part is not None}
-        self._parts: dict[str, nn.Module] = {}
-        self._loras, self._vae = added, opening.vae
-        self._pipeline, self._has_ip_adapters = None, bool(adapters)
+        self._path, self._index, self._device, self._vae = path, index, device, opening.vae
+        self._options = {"dtype": dtype, "variant": variant}
+        self._given = {name: part for name, part in given.items() if part is not None}
+        self._parts: dict[str, nn.Module] = {}  # read by this rank, but for the denoiser
+        weights = opened_weights(path / self.name, variant)
+        config = _config(denoiser_class, path / self.name)
+        present = [name for name, entry in index.items() if is_component(entry)]
+        unet = config if self.name == "unet" else None
+        self._loras = read_loras(opening.loras or {}, index["_class"], present, unet)
+        adapters = opening.ip_adapters or {}
+        files = require_ip_adapters(index["_class"], adapters)
+        self._has_ip_adapters = bool(adapters)
+        stored = [name for name in present if name not in given]  # what is given stays as it is
+        self._quantizations = quantizations_of(opening.quantization, stored)
+        self.denoiser = skeleton(denoiser_class, config, device, dtype)
+        check_weights(self.denoiser, weights)
+        self._pipeline = self._whole_pipeline(files) if leads else None
         if not leads:
-            add_to_others(self._given, self.name, added)
-        else:
-            loaded = {self.name: self.denoiser, **self._given}
-            self._pipeline = _load_others(path, index, loaded, **self._options)
-            add_to_others(self._pipeline.components, self.name, added)
-            for name, part in self._pipeline.components.items():
-                if isinstance(part, nn.Module) and part is not self.denoiser:
-                    self._placed(name, part)
-            self._pipeline.set_progress_bar_config(disable=True)
-            self._save_memory(self._pipeline)
-            load_image_encoder(self._pipeline, files, device, dtype)
+            add_to_others(self._given, self.name, self._loras)
         if adapters:
             weights = with_ip_adapters(self.outline(), self.denoiser, weights, adapters)
-        if added:
-            weights = AdaptedWeights(weights, self.name, self.denoiser, added)
+        if self._loras:
+            weights = AdaptedWeights(weights, self.name, self.denoiser, self._loras)
         self.weights: Weights | None = weights
         quantize_components(self._quantizations, {self.name: self.denoiser}, trains=False)
         sizes = weights.quantized_bytes()
         for name, parameter in self.denoiser.named_parameters():
             if name in sizes:
                 note_stored_bytes(parameter, sizes[name])
+
+    def _whole_pipeline(self, adapter_files: Collection[Path]) -> Any:
+        """Returns the pipeline with all parts placed but the denoiser, for the rank that leads."""
+        parts = {self.name: self.denoiser, **self._given}
+        pipeline = _load_others(self._path, self._index, parts, **self._options)
+        add_to_others(pipeline.components, self.name, self._loras)
+        for name, part in pipeline.components.items():
+            if isinstance(part, nn.Module) and part is not self.denoiser:
+                self._placed(name, part)
+        pipeline.set_progress_bar_config(disable=True)
+        self._save_memory(pipeline)
+        load_image_encoder(pipeline, adapter_files, self._device, self._options["dtype"])
+        return pipeline
 
     def _placed(self, name: str, part: nn.Module) -> nn.Module:
         """Moves a component to the device, where it is quantized."""
@@ -330,7 +319,8 @@ class DiffusersFolder:
         """Calls the pipeline around `sample`."""
         assert self._pipeline is not None, "only the rank that leads has text encoders"
         self.check_adapters(settings)
-        return draw_with(self._pipeline, self._device, settings, sample)
+        arguments = call_arguments(self._pipeline, settings)
+        return drawn_by(call_of(self._pipeline, arguments, self._device), sample)
 
     def part(self, name: str) -> nn.Module:
         """Returns another part that the loop calls."""
@@ -360,6 +350,27 @@ class DiffusersFolder:
             added |= {f"{folder.name}: {tensor}": text for tensor, text in other.weights.items()}
         first = Identity.of_folder(self._path / name, variant, added)
         return replace(first, config={**first.config, **configs})
+
+
+def _denoiser_class(path: Path, index: Mapping[str, Any]) -> tuple[str, Any]:
+    """Returns the name of the denoiser that ranks share among the parts of a pipeline, and its class.
+
+    Raises:
+        ConfigurationError: There is none, or one of no known class.
+    """
+    names = denoisers_among(n for n, entry in index.items() if not _is_absent(entry))
+    if not names:
+        raise ConfigurationError(
+            f"the {index['_class_name']} at {path} has no transformer and no unet, so nothing can be sampled; "
+            "it has " + ", ".join(n for n in index if not n.startswith("_"))
+        )
+    library, class_name = index[names[0]] or ("missing", "part")
+    if library != "diffusers" or not hasattr(diffusers, class_name):
+        raise ConfigurationError(
+            f"{path}: the {names[0]} is a {library}.{class_name}, not a model of diffusers "
+            f"{diffusers.__version__}"
+        )
+    return names[0], getattr(diffusers, class_name)
 
 
 def _model_index(
@@ -393,7 +404,12 @@ def _model_index(
         "_class_name": cls.__name__,
         "_is_own": isinstance(stored, list | tuple),
     }
-    if lacking := sorted(_required_parts(cls) - index.keys()) if pipeline_class else None:
+    signature = inspect.signature(cls.__init__).parameters.values()
+    required = {
+        p.name for p in signature if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+    }
+    optional = {"self", *getattr(cls, "_optional_components", ())}
+    if pipeline_class and (lacking := sorted(required - optional - index.keys())):
         raise ConfigurationError(
             f"pipeline_class={cls.__name__} needs {', '.join(lacking)}, which {path} does not have; it has "
             + ", ".join(n for n in index if not n.startswith("_"))
@@ -408,13 +424,6 @@ def _model_index(
         if part is None:
             index[name] = (None, None)
     return index
-
-
-def _required_parts(cls: Any) -> set[str]:
-    """Returns the parts that a pipeline's class cannot be made without."""
-    known = inspect.signature(cls.__init__).parameters.values()
-    required = {p.name for p in known if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    return required - {"self", *getattr(cls, "_optional_components", ())}
 
 
 def _config(cls: Any, folder: Path) -> Any:
@@ -434,11 +443,11 @@ def _load_others(
 ) -> Any:
     cls = index["_class"]
     absent = {name: None for name, part in index.items() if _is_absent(part)}
-    taken = {n: e for n, e in index.items() if n in inspect.signature(cls).parameters}
-    parts = {**parts, **load_networks(str(path), taken, parts, _read_part, **options)}
+    entries = {n: e for n, e in index.items() if n in inspect.signature(cls).parameters}
+    parts = {**parts, **load_networks(str(path), entries, parts, _read_part, **options)}
     try:
         if index["_is_own"]:  # diffusers would run the folder's code
-            others = {n: e for n, e in taken.items() if n not in parts and not _is_absent(e)}
+            others = {n: e for n, e in entries.items() if n not in parts and not _is_absent(e)}
             made = {
                 n: _read_part(str(path), n, e) if is_component(e) else e for n, e in others.items()
             }
@@ -531,11 +540,11 @@ def load_part(
     options = {"dtype" if entry[0] == "transformers" else "torch_dtype": dtype}
     if variant is not None and any(Path(path, name).glob(f"*.{variant}*")):
         options["variant"] = variant
-    part, found = cls.from_pretrained(path, subfolder=name, output_loading_info=True, **options)
-    refuse_adapted(found["unexpected_keys"], origin)
-    refuse_names(entry[1], origin, found["missing_keys"], len(part.state_dict()))
+    part, report = cls.from_pretrained(path, subfolder=name, output_loading_info=True, **options)
+    refuse_adapted(report["unexpected_keys"], origin)
+    refuse_names(entry[1], origin, report["missing_keys"], len(part.state_dict()))
     if entry[0] == "diffusers":  # text encoders are often stored in a larger model
-        refuse_names(entry[1], origin, found["unexpected_keys"], None)
+        refuse_names(entry[1], origin, report["unexpected_keys"], None)
     keep_stored(part)
     return part
 
@@ -567,16 +576,6 @@ def _read_part(path: str, name: str, entry: Sequence[str], **options: Any) -> An
         raise CheckpointError(
             f"cannot read the {entry[1]} in {path}/{name}: {error}; a download that broke off? Copy it again"
         ) from error
-
-
-def draw_with(pipeline: Any, device: torch.device, settings: Settings, sample: Sample) -> Any:
-    """Calls a diffusers pipeline with its denoising loop done by `sample`.
-
-    Raises:
-        ConfigurationError: An option is unknown, or cannot be used here.
-    """
-    call = call_of(pipeline, call_arguments(pipeline, settings), device)
-    return drawn_by(call, sample)
 
 
 def call_of(pipeline: Any, arguments: Mapping[str, Any], device: torch.device) -> PipelineCall:
@@ -719,12 +718,9 @@ def _refuse_shapes(request: Call) -> None:
 def refuse_prompts(
     prompts: Sequence[Any], option: str = "prompt", num_classes: int | None = None
 ) -> None:
-    """Raises ConfigurationError unless prompts are what a model draws.
+    """Raises ConfigurationError unless prompts are texts, or class numbers if `option` is `"class_labels"`.
 
-    Args:
-        prompts: Of the request.
-        option: How the pipeline calls them: `"prompt"` for texts, `"class_labels"` for class numbers.
-        num_classes: Classes of the model, after which comes one for no class; None if they are not known.
+    After `num_classes`, if they are known, comes one number for no class.
     """
     for prompt in prompts:
         if option == "prompt" and not isinstance(prompt, str):

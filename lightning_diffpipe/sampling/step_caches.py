@@ -88,14 +88,6 @@ def step_cache_named(cache: Any) -> Any:
     return cache
 
 
-def described(cache: Any) -> dict[str, str]:
-    """Returns what must be the same on all ranks."""
-    if cache is None:
-        return {}
-    given = {f.name: str(getattr(cache, f.name)) for f in fields(cache)}
-    return given | {"kind": type(cache).__name__}
-
-
 def refuse_cache(cache: Any, method: str, num_ranks: int, compiled: bool) -> None:
     """Raises ConfigurationError for a cache that cannot work with a method, whatever the model is."""
     kind, reason = type(cache).__name__, ""
@@ -165,7 +157,7 @@ class StepCache:
 
         before = {m: [*_hooks_of(m)] for m in self._model.modules()}
         plain = [m for m in before if not vars(m).keys() & {"_diffusers_hook", "forward"}]
-        watch = self._model.register_forward_pre_hook(lambda *_: self._call_begins())
+        watch = self._model.register_forward_pre_hook(self._begin_call)
         try:
             try:
                 apply = getattr(hooks, _APPLIED_BY[type(self.config).__name__])
@@ -224,7 +216,7 @@ class StepCache:
         """Begins a step, of all tokens or of a patch; calls of the denoiser follow."""
         self._step, self._patch, self._number = step, patch, -1
 
-    def _call_begins(self) -> None:
+    def _begin_call(self, *_: Any) -> None:
         self._number += 1
         self._select(self._number, self._patch)
 

@@ -164,16 +164,6 @@ class World:
         cluster = watcher.call("the measurement of links", measure)
         return cluster.p2p_between_hosts or cluster.p2p
 
-    def disconnect(self) -> None:
-        """Destroys the groups made for these links; the default group stays."""
-        if isinstance(self.links, ProcessLinks):
-            self.links.disconnect()
-
-    def abandon(self) -> None:
-        """Does the same at once, with messages under way."""
-        if isinstance(self.links, ProcessLinks):
-            self.links.abandon()
-
 
 def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
     """Joins the default process group, making it from the environment if a launcher has set that; collective.
@@ -199,7 +189,8 @@ def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
 
         watcher.call("the first connections", make_group)
     links = ProcessLinks.connect([range(num_ranks)], device, "gloo", timeout_s)
-    places = links.gather_object(_Place.of(device))
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    places = links.gather_object(_Place(socket.gethostname(), gpu, dist.is_nccl_available()))
     reason = _why_not_nccl(places)
     backend = "gloo" if reason else "nccl"
     if rank == 0 and reason and any(place.gpu for place in places):
@@ -220,13 +211,6 @@ class _Place(NamedTuple):
     # Unlike that of all others, whatever numbers processes give to those that they see.
     gpu: str | None
     has_nccl: bool
-
-    @classmethod
-    def of(cls, device: torch.device) -> _Place:
-        gpu = None
-        if device.type == "cuda":
-            gpu = str(torch.cuda.get_device_properties(device).uuid)
-        return cls(socket.gethostname(), gpu, dist.is_nccl_available())
 
 
 def _why_not_nccl(places: Sequence[_Place]) -> str:

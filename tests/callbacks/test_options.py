@@ -16,7 +16,7 @@ from lightning_diffpipe.errors import ConfigurationError
 @pytest.mark.parametrize(
     ("callback", "options", "message"),
     [
-        (BubbleFilling, {"mode": "both"}, "mode must be one of None, opportunistic, planned; got 'both'"),
+        (BubbleFilling, {"mode": "both"}, "mode='both'; choose None, opportunistic or planned"),
         (BubbleFilling, {"lookahead_batches": 0}, "lookahead_batches must be a whole number >= 1 and <= 2; got 0"),
         (BubbleFilling, {"lookahead_batches": 3}, "lookahead_batches must be a whole number >= 1 and <= 2; got 3"),
         (EMA, {"decay": -0.1}, r"decay must be in \[0, 1\)"),

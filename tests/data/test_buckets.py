@@ -323,8 +323,8 @@ def test_bad_folders_are_refused_before_training(tmp_path, name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"last_batch": "x"}, "last_batch must be one of filled, dropped, smaller; got 'x'"),
-        ({"on_error": "ignore"}, "on_error must be one of raise, skip; got 'ignore'"),
+        ({"last_batch": "x"}, "last_batch='x'; choose filled, dropped or smaller"),
+        ({"on_error": "ignore"}, "on_error='ignore'; choose raise or skip"),
         ({"bucket_step": 65}, "bucket_step must be a whole number >= 1 and <= 64; got 65"),
         ({"keep_tags": 1}, "keep_tags=1 keeps tags in front of others that are shuffled"),
         ({"flip": 1.5}, "flip must be a number >= 0 and <= 1"),

@@ -17,8 +17,8 @@ from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.pipefusion import sampler as pipefusion
+from lightning_diffpipe.sampling.report import SamplingStatistics
 from lightning_diffpipe.sampling.skeleton import load_weights
-from lightning_diffpipe.sampling.statistics import SamplingStatistics
 from lightning_diffpipe.sampling.world import World
 from tests.modules.tiny_parts import perturbed_latent_diffusion
 from tests.nccl_like import pretend_nccl
@@ -83,7 +83,7 @@ def draw_as_chosen(rank, path, prompts, settings, options):
         later = predictor.report
     by_name = draw(rank, path, prompts, settings, {"method": "pipefusion", **options})
     if rank == 0:
-        return np.stack([np.asarray(image) for image in images]), chosen, later, by_name
+        return as_array(images), chosen, later, by_name
     return None
 
 
@@ -127,17 +127,20 @@ def draw_each(rank, jobs):
     return [draw(rank, *job) for job in jobs]
 
 
-def latents_of_each(rank, jobs):
-    """Final latents of several jobs, as every rank has them: images of 8 bits hide small differences."""
-    found = []
-    for path, prompts, settings, options in jobs:
-        with Predictor.from_pretrained(path, **options) as predictor:
-            sample = predictor._sample
-            predictor._sample = lambda *call, sample=sample: (
-                found.append(sample(*call)) or found[-1]
-            )
+def final_latents(path, requests, **options):
+    """Final latents of some requests, prompts and settings, to one predictor, as every rank has them."""
+    latents = []
+    with Predictor.from_pretrained(path, **options) as predictor:
+        sample = predictor._sample
+        predictor._sample = lambda *call: latents.append(sample(*call)) or latents[-1]
+        for prompts, settings in requests:
             predictor(prompts, **settings)
-    return found
+    return latents
+
+
+def latents_of_each(rank, jobs):
+    """Final latents of several jobs: images of 8 bits hide small differences."""
+    return [final_latents(path, [request], **options)[0] for path, *request, options in jobs]
 
 
 def second_latents_of_each(rank, jobs):
@@ -146,13 +149,7 @@ def second_latents_of_each(rank, jobs):
     for path, prompts, settings, options in jobs:
         torch.manual_seed(8 + rank)
         again = settings | {"generator": torch.Generator().manual_seed(5)}
-        with Predictor.from_pretrained(path, **options) as predictor:
-            predictor(prompts, **again)
-            sample = predictor._sample
-            predictor._sample = lambda *call, sample=sample: (
-                found.append(sample(*call)) or found[-1]
-            )
-            predictor(prompts, **again)
+        found.append(final_latents(path, [(prompts, again)] * 2, **options)[1])
     return found
 
 

@@ -11,6 +11,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.tracing.attention import KernelsAnswered
 from tests.modules.tiny_parts import perturbed_latent_diffusion
+from tests.predictor.scenarios import final_latents
 from tests.predictor.tiny_pipelines import options_of, prompts_of
 from tests.ranks import run_ranks
 from tests.rows import row
@@ -48,17 +49,11 @@ def own_kernel(gives_normaliser=True):
 
 
 def latents_of(path, name, **options):
-    found = []
-    with Predictor.from_pretrained(path, dtype=torch.float64, **options) as predictor:
-        sample = predictor._sample
-        predictor._sample = lambda *call: found.append(sample(*call)) or found[-1]
-        predictor(
-            prompts_of(name)[:1],
-            num_inference_steps=STEPS,
-            guidance_scale=3.0,
-            **options_of(name),
-        )
-    return found[0]
+    settings = {"num_inference_steps": STEPS, "guidance_scale": 3.0, **options_of(name)}
+    [latents] = final_latents(
+        path, [(prompts_of(name)[:1], settings)], dtype=torch.float64, **options
+    )
+    return latents
 
 
 def draw_each(rank, path, name, several):

@@ -26,10 +26,6 @@ SETTINGS = {"num_inference_steps": 3, "output_type": "latent", "height": 32, "wi
 WORDS = {"prompt": ["a cat", "dog b"], "guidance_scale": 3.0, "max_sequence_length": 8}
 
 
-def image():
-    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8))
-
-
 def parts_of(name, folder, **changes):
     """Parts of a pipeline of the zoo, with another denoiser."""
     parts = dict(build(name, folder).components)
@@ -46,7 +42,7 @@ def flux_control(folder):
         "scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer",
     )  # fmt: skip
     pipeline = diffusers.FluxControlPipeline(**{name: parts[name] for name in names})
-    return pipeline, WORDS | {"control_image": image()}
+    return pipeline, WORDS | {"control_image": tiny.random_image()}
 
 
 def flux_fill(folder):
@@ -56,14 +52,14 @@ def flux_fill(folder):
     )  # fmt: skip
     pipeline = diffusers.FluxFillPipeline(**{name: parts[name] for name in names})
     mask = Image.fromarray(np.tile(np.uint8([0, 255]), (32, 16)))
-    return pipeline, WORDS | {"image": image(), "mask_image": mask}
+    return pipeline, WORDS | {"image": tiny.random_image(), "mask_image": mask}
 
 
 def cogvideox(folder):
     parts = parts_of("CogVideoXPipeline", folder, transformer={"in_channels": 8, "out_channels": 4})
     pipeline = diffusers.CogVideoXImageToVideoPipeline(**parts)
     words = WORDS | {"prompt": ["a cat"]}
-    return pipeline, words | {"image": image(), "num_frames": 5}
+    return pipeline, words | {"image": tiny.random_image(), "num_frames": 5}
 
 
 def cogvideox_dpm(folder):
@@ -76,7 +72,7 @@ def cogvideox_dpm(folder):
 def ltx(folder):
     """Steps latents of videos, and gives its denoiser tokens."""
     pipeline = diffusers.LTXImageToVideoPipeline(**parts_of("LTXPipeline", folder))
-    return pipeline, WORDS | {"image": image(), "num_frames": 9}
+    return pipeline, WORDS | {"image": tiny.random_image(), "num_frames": 9}
 
 
 def svd(folder):
@@ -102,7 +98,7 @@ def svd(folder):
         image_encoder=transformers.CLIPVisionModelWithProjection(vision),
         scheduler=diffusers.EulerDiscreteScheduler(prediction_type="v_prediction"),
     )
-    return pipeline, {"image": image(), "num_frames": 3}
+    return pipeline, {"image": tiny.random_image(), "num_frames": 3}
 
 
 FAMILIES = {

@@ -18,20 +18,17 @@ from tests.command import call
 from tests.predictor import tiny_pipelines as tiny
 from tests.predictor.scenarios import (
     BothBands,
+    as_array,
     failure_of_each,
     failure_of_each_rank,
     latents_of_each,
 )
+from tests.predictor.tiny_pipelines import random_image
 from tests.ranks import run_ranks
 
 WIDTH, TOKENS = 12, 4  # of what image encoders answer; of one image
 FILE = "ip-adapter.safetensors"
 SETTINGS = {"num_inference_steps": 3, "guidance_scale": 4.0}
-
-
-def random_image(seed=0):
-    values = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    return Image.fromarray(values)
 
 
 def save_image_encoder(folder):
@@ -123,7 +120,7 @@ def by_diffusers(saved, scales, **options):
     drawn = pipeline(
         prompt=tiny.prompts_of("any"), generator=generator, output_type="pil", **options
     )
-    return np.stack([np.asarray(each) for each in drawn.images])
+    return as_array(drawn.images)
 
 
 def adapters(saved, scales):
@@ -134,8 +131,7 @@ def drawn_by(saved, scales, **options):
     with Predictor.from_pretrained(
         saved[0], "single", ip_adapters=adapters(saved, scales), alone=True
     ) as predictor:
-        drawn = predictor(tiny.prompts_of("any"), **options)
-        return np.stack([np.asarray(each) for each in drawn])
+        return as_array(predictor(tiny.prompts_of("any"), **options))
 
 
 @pytest.mark.slow
@@ -168,7 +164,7 @@ def test_embeddings_take_the_place_of_images(saved, tmp_path):
     options = {**SETTINGS, **tiny.options_of("any"), "ip_adapter_image_embeds": [embeddings]}
     alone = shutil.copy(folder / FILE, tmp_path)
     with Predictor.from_pretrained(path, "single", ip_adapters={alone: 0.7}) as predictor:
-        found = np.stack([np.asarray(x) for x in predictor(tiny.prompts_of("any"), **options)])
+        found = as_array(predictor(tiny.prompts_of("any"), **options))
     assert (found == by_diffusers((path, folder), {FILE: 0.7}, **options)).all()
 
 

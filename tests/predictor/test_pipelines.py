@@ -1,6 +1,7 @@
 """Pipelines and arguments that nothing in the package knows of: their own loop draws, as in diffusers."""
 
 import contextlib
+import functools
 import itertools
 import json
 import shutil
@@ -28,8 +29,9 @@ from lightning_diffpipe.sampling.loop import Step, _Generator, restored
 from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.source import Settings
 from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
+from tests.predictor import tiny_pipelines as tiny
 from tests.predictor.scenarios import BothBands, draw_each, failure_of_each_rank, latents_of_each
-from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_of, unet, vae
+from tests.predictor.tiny_pipelines import build, options_of, prompts_of, random_image, unet, vae
 from tests.ranks import run_ranks
 from tests.rows import row
 from tests.zoo.case import perturb
@@ -38,11 +40,6 @@ from tests.zoo.sample_pipelines import drawn_by_two
 
 SETTINGS = {"num_inference_steps": 4, "guidance_scale": 4.0}
 SIZE = {"height": 32, "width": 32}
-
-
-def random_image(seed=0):
-    values = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    return Image.fromarray(values)
 
 
 def mask():
@@ -146,26 +143,7 @@ def sd3_img2img(folder):
 
 def two_transformers(folder):
     """Wan 2.2: one for the noisy steps, another one for the others."""
-    parts = build("wan", folder).components
-    first = parts["transformer"]
-    second = type(first).from_config(first.config)
-    parts["transformer_2"] = perturbed(second)
-    return diffusers.WanPipeline(**parts, boundary_ratio=0.875), options_of("wan")
-
-
-def chroma(folder):
-    parts = build("flux", folder).components
-    transformer = diffusers.ChromaTransformer2DModel(
-        in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=16, axes_dims_rope=(2, 2, 4), approximator_num_channels=16,
-        approximator_hidden_dim=16, approximator_layers=1,
-    )  # fmt: skip
-    names = ("scheduler", "vae")
-    pipeline = diffusers.ChromaPipeline(
-        **{name: parts[name] for name in names}, text_encoder=parts["text_encoder_2"],
-        tokenizer=parts["tokenizer_2"], transformer=perturbed(transformer),
-    )  # fmt: skip
-    return pipeline, {**SIZE, "max_sequence_length": 8}
+    return build("wan_experts", folder), options_of("wan")
 
 
 def sd3_controlnet(folder):
@@ -205,7 +183,7 @@ KINDS = {
     f.__name__: f
     for f in (
         img2img, inpainting, inpainting_by_mixing, controlnet, several_controlnets, base, refiner, sd3_img2img,
-        sd3_controlnet, two_transformers, chroma, rescaled, rescaled_video, with_timesteps,
+        sd3_controlnet, two_transformers, rescaled, rescaled_video, with_timesteps,
         with_sigmas, samples_in_a_list,
     )
 }  # fmt: skip
@@ -228,15 +206,7 @@ def saved(tmp_path_factory):
     return saved
 
 
-def by_diffusers(path, name="stable_diffusion", generator=None, **options):
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(path))
-    pipeline.set_progress_bar_config(disable=True)
-    generator = generator or torch.Generator().manual_seed(0)
-    if "prompt_embeds" not in options:
-        options["prompt"] = prompts_of(name)
-    settings = {"output_type": "pil", **SETTINGS, **options}
-    torch.manual_seed(0)  # some encode an image with noise of the default generator
-    return drawn_by(pipeline(**settings, generator=generator))
+by_diffusers = functools.partial(tiny.by_diffusers, **SETTINGS)
 
 
 def same(found, expected):
@@ -267,7 +237,6 @@ TWO_RANKS = [
     ("two_transformers", {"method": "pipefusion", "num_patches": 2, "warmup_steps": 9}),
     ("sd3_controlnet", {"method": "pipefusion", "num_patches": 1}),
     ("rescaled_video", {"method": "pipefusion", "num_patches": 1}),
-    ("chroma", {"method": "pipefusion", "warmup_steps": 9}),
     ("rescaled", {"method": "distrifusion", "warmup_steps": 9}),
     ("with_timesteps", {"method": "distrifusion", "warmup_steps": 9}),
     ("with_sigmas", {"method": "pipefusion", "warmup_steps": 9}), ("samples_in_a_list", {"method": "sequence"}),
@@ -280,7 +249,7 @@ FURTHER = [  # methods of the same kinds
     ("two_transformers", {"method": "single", "guidance": 2}),
     ("two_transformers", {"method": "pipefusion", "num_patches": 1}), ("sd3_controlnet", {"method": "single"}),
     ("sd3_controlnet", {"method": "sequence"}), ("rescaled_video", {"method": "sequence"}),
-    ("chroma", {"method": "sequence"}), ("with_timesteps", {"method": "single"}),
+    ("with_timesteps", {"method": "single"}),
     ("with_sigmas", {"method": "sequence"}), ("samples_in_a_list", {"method": "single"}),
     ("samples_in_a_list", {"method": "single", "guidance": 2}),
     ("samples_in_a_list", {"method": "pipefusion", "num_patches": 1}),

@@ -14,8 +14,8 @@ from diffusers.configuration_utils import register_to_config
 from safetensors.torch import load_file, save_file
 
 from lightning_diffpipe import LatentDiffusion
-from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffPipeError
-from lightning_diffpipe.graph.placement import is_placeholder, place_parameters
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.model_sources import open_source
 from lightning_diffpipe.modules.latent_diffusion import as_pil
 from lightning_diffpipe.modules.parts import built_in
@@ -30,9 +30,10 @@ from tests.modules.tiny_parts import (
     tiny_cascade,
     tiny_latent_diffusion,
 )
+from tests.predictor import tiny_pipelines as tiny
+from tests.predictor.scenarios import as_array
 from tests.predictor.tiny_pipelines import (
     PIPELINES,
-    drawn_by,
     options_of,
     prompts_of,
     thresholding,
@@ -42,23 +43,8 @@ from tests.predictor.tiny_pipelines import (
 SETTINGS = {"num_inference_steps": 3, "guidance_scale": 4.0}
 
 
-def as_array(images):
-    return np.stack([np.asarray(image) for image in images])
-
-
-def by_diffusers(path, name, seed=0, dtype=torch.float32, **settings):
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(path), dtype=dtype)
-    pipeline.set_progress_bar_config(disable=True)
-    option = "class_labels" if name == "dit" else "prompt"
-    generator = torch.Generator().manual_seed(seed)
-    output = pipeline(
-        **{option: prompts_of(name)},
-        **options_of(name),
-        **SETTINGS | settings,
-        generator=generator,
-        output_type="pil",
-    )
-    return as_array(drawn_by(output))
+def by_diffusers(path, name, **settings):
+    return as_array(tiny.by_diffusers(path, name, **options_of(name), **SETTINGS | settings))
 
 
 @pytest.mark.parametrize(
@@ -193,29 +179,12 @@ def test_a_pipeline_in_memory_is_refused_with_the_way_to_open_it():
         Predictor.from_module(torch.nn.Linear(1, 1), "single")
 
 
-def test_a_module_in_stages_is_not_drawn_with():
-    """History: weights of other stages, NaN here, ended as final latents that are not finite: please report."""
-    module = perturbed_latent_diffusion()
-    own = [name for name, _ in module.named_parameters() if not name.startswith("vae.")]
-    place_parameters(module, own, "cpu")
-    with pytest.raises(ConfigurationError, match=r"such as vae\..*SampleImages during training"):
-        Predictor.from_module(module, "single")
-
-
 def test_a_checkpoint_of_a_self_conditioned_model_is_refused_with_its_reason(tmp_path):
     """History: its first step ended in a convolution that got half of its channels."""
     module = tiny_latent_diffusion("unet", in_channels=8, self_conditioning=0.5)
     save_checkpoint(module, tmp_path / "last.ckpt")
     with pytest.raises(ConfigurationError, match=r"last\.ckpt also takes its own estimate"):
         Predictor.from_pretrained(tmp_path / "last.ckpt", "single")
-
-
-def test_a_closed_predictor_says_so(folder_of):
-    predictor = Predictor.from_pretrained(folder_of("dit"), method="single")
-    for _ in range(2):
-        predictor.close()
-    with pytest.raises(DiffPipeError, match="this predictor is closed; make another one"):
-        predictor(prompts_of("dit"), **SETTINGS)
 
 
 BAD = [
@@ -272,11 +241,11 @@ IMPOSSIBLE = [
     ({"method": "single", "torch_dtype": torch.bfloat16}, "no 'torch_dtype'; say dtype="),
     ({"method": "single", "colour": 1}, "no 'colour'; it has no options of its own"),
     ({"num_patch": 4}, "method=pipefusion takes no 'num_patch'; say num_patches="),
-    ({"sequence_mode": "rnig"}, "sequence_mode='rnig' is unknown; choose one of"),
+    ({"sequence_mode": "rnig"}, "sequence_mode='rnig'; choose ulysses or ring"),
     ({"method": "distrifusion", "group_norm": "none"}, "group_norm='none'; choose"),
     ({"guidance": 2}, "cannot use 1 ranks as guidance=2"),
     ({"method": "auto", "guidance": 2}, "1 ranks cannot be divided as guidance=2; choose sizes"),
-    ({"method": "auto", "sequence_mode": "rnig"}, "sequence_mode='rnig' is unknown"),
+    ({"method": "auto", "sequence_mode": "rnig"}, "sequence_mode='rnig'; choose"),
     ({"method": "auto", "verfy": False}, "method=auto takes no 'verfy'; say verify="),
     (
         {"method": "auto", "group_norm": "own", "hide_unseen": True},
@@ -292,8 +261,6 @@ def test_what_cannot_work_is_refused_before_a_model_is_looked_for(options, messa
         Predictor.from_pretrained(tmp_path / "nowhere", **options)
     with pytest.raises(ConfigurationError, match=message):
         Predictor.from_module(perturbed_latent_diffusion(), **options)
-    with pytest.raises(ConfigurationError, match="no 'dtype'; that is an argument of from_pret"):
-        Predictor.from_module(perturbed_latent_diffusion(), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("by_argument", [True, False])

@@ -231,6 +231,8 @@ def test_exact_methods_equal_one_process(job, tmp_path):
         stochastic(job("dit", method="sequence"), tmp_path / "dit", drawing),
         job("stable_diffusion", method="distrifusion", warmup_steps=9),
         job("sdxl", method="synchronous"),
+        # Every band steps all rows, with noise of rank 0's default generator.
+        stochastic(job("dit", method="synchronous"), tmp_path / "bands", drawing),
         job("pixart", method="sequence"),
         job("sd3", method="sequence"),
     ]
@@ -564,7 +566,7 @@ def test_a_killed_rank_ends_the_others(num_ranks, victim, options, job, tmp_path
     assert all(named in each for each in errors), errors
 
 
-DRAW = "lightning_diffpipe.sampling.source.draw_with"
+DRAW = "lightning_diffpipe.sampling.source.drawn_by"
 OPEN = "lightning_diffpipe.predictor.open_source"
 LOAD = "lightning_diffpipe.sampling.methods.load_weights"
 GATHER = "lightning_diffpipe.predictor.Worker.gather"

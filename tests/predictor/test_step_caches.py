@@ -7,6 +7,7 @@ from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.step_caches import refuse_cache_of
+from tests.predictor.scenarios import final_latents
 from tests.predictor.tiny_pipelines import options_of, prompts_of
 from tests.ranks import run_ranks
 
@@ -17,18 +18,8 @@ ATTENTION = PyramidAttentionBroadcastConfig(spatial_attention_block_skip_range=2
 
 def latents_of(path, name, **options):
     """Final latents of two equal requests."""
-    found = []
-    with Predictor.from_pretrained(path, dtype=torch.float64, **options) as predictor:
-        sample = predictor._sample
-        predictor._sample = lambda *call: found.append(sample(*call)) or found[-1]
-        for _ in range(2):
-            predictor(
-                prompts_of(name),
-                num_inference_steps=STEPS,
-                guidance_scale=3.0,
-                **options_of(name),
-            )
-    return found
+    settings = {"num_inference_steps": STEPS, "guidance_scale": 3.0, **options_of(name)}
+    return final_latents(path, [(prompts_of(name), settings)] * 2, dtype=torch.float64, **options)
 
 
 def draw_each(rank, path, name, several):

@@ -20,6 +20,7 @@ from lightning_diffpipe.modules import Optimization, PipelineDiffusion
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.source import call_of
 from tests.modules.tiny_parts import perturbed_latent_diffusion, tiny_latent_diffusion
+from tests.predictor.scenarios import as_array
 from tests.predictor.tiny_pipelines import build
 from tests.ranks import run_in_turn, run_ranks
 from tests.rows import row
@@ -49,10 +50,6 @@ class Remembering(SampleImages):
         images = super().draw(trainer, module)
         self.drawn = [*self.drawn, images.numpy()]
         return images
-
-
-def as_array(images):
-    return np.stack([np.asarray(image) for image in images])
 
 
 def train_and_predict(rank, world_size, folder, num_patches=1):

@@ -7,8 +7,10 @@ import json
 import shutil
 
 import diffusers
+import numpy as np
 import torch
 import transformers
+from PIL import Image
 
 from tests.modules.tiny_parts import tiny_text_encoder, tiny_tokenizer
 from tests.zoo.case import perturb
@@ -195,6 +197,22 @@ def options_of(name):
 def drawn_by(output):
     """Images or videos of a pipeline's output."""
     return output.frames if hasattr(output, "frames") else output.images
+
+
+def by_diffusers(path, name="stable_diffusion", seed=0, dtype=torch.float32, **options):
+    """Images or videos that diffusers alone draws, of the prompts of a tiny pipeline."""
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(path), dtype=dtype)
+    pipeline.set_progress_bar_config(disable=True)
+    given = {"generator": torch.Generator().manual_seed(seed), "output_type": "pil", **options}
+    if "prompt_embeds" not in options:
+        given["class_labels" if name == "dit" else "prompt"] = prompts_of(name)
+    torch.manual_seed(0)  # some encode an image with noise of the default generator
+    return drawn_by(pipeline(**given))
+
+
+def random_image(seed=0):
+    values = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    return Image.fromarray(values)
 
 
 def build(name, folder, seed=0):

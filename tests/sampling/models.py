@@ -13,7 +13,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.sampling.call import dry_run_of
+from lightning_diffpipe.sampling.dry_run import dry_run_of
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing.layout import Layout

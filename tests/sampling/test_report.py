@@ -6,7 +6,7 @@ import torch
 
 from lightning_diffpipe.sampling.mesh import SamplingMesh
 from lightning_diffpipe.sampling.methods import MethodOptions, Worker
-from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
+from lightning_diffpipe.sampling.report import SamplingStatistics, Stopwatch
 from lightning_diffpipe.sampling.world import World
 from tests.sampling.models import STEPS, pixart_call
 
@@ -33,7 +33,7 @@ def test_steps_take_the_time_of_the_device(monkeypatch):
         settle=lambda: done.append("settle"),
         seconds=lambda start, stop: done.append("read") or stop - start,
     )
-    monkeypatch.setattr("lightning_diffpipe.sampling.statistics.clock_for", lambda device: clock)
+    monkeypatch.setattr("lightning_diffpipe.sampling.report.clock_for", lambda device: clock)
     statistics = SamplingStatistics()
     watch = Stopwatch(statistics, torch.device("cuda"))
     watch.step_done()

@@ -12,7 +12,8 @@ from lightning_diffpipe.comm.links import start_all_gather
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.sampling.call import Call, Phase, dry_run_of, told_apart
+from lightning_diffpipe.sampling.call import Call, Phase
+from lightning_diffpipe.sampling.dry_run import dry_run_of, observe_samples
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.request import OneProcess
 
@@ -146,7 +147,7 @@ def test_samples_are_divided_wherever_their_rows_are(latents, guidance):
     for given, num in itertools.product(GIVEN, (2, 3)):
         options = latents, guidance, given
         expected = drawn_alone(num, *options)
-        call = told_apart(dry_run_of(call_of(num, *options)))
+        call = observe_samples(dry_run_of(call_of(num, *options)))
         assert call.num_shares == (num if latents in LATENTS[:3] else 1), call.apart
         whole = torch.full_like(call.whole, torch.nan)
         for sample in range(call.num_shares):
@@ -169,7 +170,7 @@ def test_branches_are_divided_wherever_their_rows_are(latents, guidance):
                 shapes = [TensorShape.of(prediction)] * 2
                 return tuple(start_all_gather(links, prediction, shapes, "prediction")())
 
-            call = told_apart(dry_run_of(call_of(num, *options)))
+            call = observe_samples(dry_run_of(call_of(num, *options)))
             half = call.branch(links.rank)
             latents = OneProcess().sample(half.request(Denoiser(), exchange))
             return half.finish(latents)[0]
@@ -194,7 +195,7 @@ def test_what_cannot_be_divided_is_refused_by_name():
 
     call = call_of(2)
     call.pipeline = Odd(call.parts)
-    apart = told_apart(dry_run_of(call))
+    apart = observe_samples(dry_run_of(call))
     assert apart.num_shares == 1
     with pytest.raises(
         ConfigurationError, match=r"guidance=2 .* frames has 6 rows for each sample, and sample 2"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.sampling.call import dry_run_of
+from lightning_diffpipe.sampling.dry_run import dry_run_of
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import InputScaler, OneProcess, Request
@@ -17,7 +17,6 @@ from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
     for_samples,
     is_elementwise,
-    refuse_unless_elementwise,
 )
 from tests.sampling.models import build, knowing, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
@@ -115,7 +114,7 @@ def test_a_scheduler_that_cannot_be_stepped_is_refused_by_name():
     """History: one that takes a predicted variance ended in a TypeError."""
     scheduler = make("DDPMScheduler", variance_type="learned_range")
     with pytest.raises(ConfigurationError, match=r"DDPMScheduler fails .* variance_type=fixed_sm"):
-        refuse_unless_elementwise(scheduler, scheduler.timesteps, ndim=4, axis=-2)
+        is_elementwise(scheduler, scheduler.timesteps, ndim=4, axis=-2)
 
 
 def test_trying_leaves_the_random_state_alone():

@@ -16,7 +16,7 @@ from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
 from lightning_diffpipe.sampling.methods import MethodOptions, fitted
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.request import OneProcess
-from lightning_diffpipe.sampling.step_caches import described, step_cache_named
+from lightning_diffpipe.sampling.step_caches import step_cache_named
 from tests.rows import row
 from tests.sampling.models import build, knowing, request_for
 from tests.sampling.ranks_in_threads import sample_together
@@ -262,8 +262,3 @@ def test_values_of_configurations_are_looked_at():
         ConfigurationError, match=r"cache\.threshold must be a number >= 0; got 'a'"
     ):
         step_cache_named(hooks.FirstBlockCacheConfig(threshold="a"))
-
-
-def test_ranks_compare_configurations():
-    assert described(step_cache_named("first_block")) != described(CACHES["first_block"])
-    assert described(None) == {}

@@ -38,7 +38,7 @@ def backends(rank, cases):
         world.socket.gethostname = lambda host=host: host
         joined = world.join_world(device, timeout_s=20)
         used.append(joined.backend)
-        joined.disconnect()
+        joined.links.disconnect()
     return used, messages
 
 
@@ -69,7 +69,7 @@ def refuses(rank, who):
     except CheckpointError as error:
         return str(error), error.is_of_all_ranks
     finally:
-        joined.disconnect()
+        joined.links.disconnect()
 
 
 @pytest.mark.distributed

@@ -15,7 +15,7 @@ from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
 from lightning_diffpipe.sampling.pipefusion import PipeFusionSetting, SequenceParallel
 from lightning_diffpipe.sampling.pipefusion.stages import Stages
 from lightning_diffpipe.sampling.request import Request
-from lightning_diffpipe.sampling.tracing.layout import AttentionSize, Layout, Part, ranges_of
+from lightning_diffpipe.sampling.tracing.layout import AttentionSize, Layout, Part
 
 CHANGE_BYTES = 16
 """Two sums of squares in float64: of the change of a rank's rows, and of the rows."""
@@ -82,10 +82,15 @@ def _of_decisions(plan: PipeFusionPlan, of_change: int) -> dict[str, int]:
     }
 
 
+def output_bytes(block) -> int:
+    """Of all tokens that a block returns."""
+    return sum(shape.nbytes for shape in block.shapes(Part()))
+
+
 def cut_bytes(stages: Stages, layout: Layout) -> list[int]:
     """Bytes that cross each boundary between two ranks in one step, all tokens together."""
     return [
-        sum(layout.blocks[call].output_bytes for visit in stage.outgoing for call in visit)
+        sum(output_bytes(layout.blocks[call]) for visit in stage.outgoing for call in visit)
         for stage in stages.stages[:-1]
     ]
 
@@ -145,10 +150,7 @@ def bytes_inside_stages(setting: PipeFusionSetting, mode: str) -> tuple[int, int
     """What the ranks of a stage send in one synchronous step and in one of patches, all stages together."""
     q, n = setting.plan.ranks_per_stage, setting.plan.warmup_microbatches
     # The rows that are a rank's own in patches are its own in synchronous steps.
-    whole = [
-        Part(tuple(s for shares in setting.shares for s in ranges_of(shares[k].units)), (k, q))
-        for k in range(q)
-    ]
+    whole = [Part(tuple(shares[k].units for shares in setting.shares), (k, q)) for k in range(q)]
     synchronous = sum(attention_bytes(setting.layout, mode, whole, (k, n)) for k in range(n))
     return synchronous, sum(attention_bytes(setting.layout, mode, each) for each in setting.shares)
 

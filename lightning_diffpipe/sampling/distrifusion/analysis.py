@@ -1,4 +1,4 @@
-"""What must be known about a model before it runs on bands, found by looking, not declared per family.
+"""The analysis of a model before it runs on bands, found by marking rows, not declared per family.
 
 The model runs two or three times on whole latents with NaN in some rows and stand-ins for operators that mix
 rows. From where the marks end up, it is read
@@ -46,6 +46,7 @@ from lightning_diffpipe.sampling.distrifusion.bands import (
     windows_of,
 )
 from lightning_diffpipe.sampling.tracing.attention import Kernel
+from lightning_diffpipe.sampling.tracing.layout import shapes_of
 from lightning_diffpipe.sampling.tracing.marks import has_nan, lines
 
 _NAN = float("nan")
@@ -110,9 +111,8 @@ class ModelCall(NamedTuple):
 
     def signature(self) -> Any:
         """Returns what two calls with the same analysis have in common."""
-        leaves, tree = pytree.tree_flatten((self.args, self.kwargs))
-        shapes = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in leaves]
-        return str(tree), tuple(shapes), tuple(self.latents.shape)
+        given = self.args, self.kwargs
+        return str(pytree.tree_structure(given)), shapes_of(given), tuple(self.latents.shape)
 
 
 def analyse(call: ModelCall) -> CallAnalysis:
@@ -183,14 +183,14 @@ class _Look:
 
     def axes(self, tree: Any) -> dict[int, int]:
         """Returns results with marks in exactly the last part of one axis, and that axis."""
-        found = {}
+        axes = {}
         for i, x in enumerate(pytree.tree_leaves(tree)):
             for axis in range(x.ndim if has_nan(x) else 0):
                 size = self._marked_part(x.shape[axis])
                 marked = lines(x, axis)
                 if 0 < size == int(marked.sum()) < len(marked) and marked[-size:].all():
-                    found[i] = axis - x.ndim
-        return found
+                    axes[i] = axis - x.ndim
+        return axes
 
     def candidates(self, sample: int) -> list[tuple[int, int]]:
         """Returns arguments and axes that may grow with the rows: not the last axis, not the one of samples."""

@@ -57,7 +57,7 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class StepKind:
-    """What a step may know of other bands.
+    """A denoising step, by what it may know of other bands.
 
     Attributes:
         index: From 0.
@@ -144,7 +144,7 @@ class BandCall(Run, TorchFunctionMode):
         if self._suspended:
             return func(*args, **kwargs)
         refuse(func)
-        if isinstance(func, Kernel):
+        if func is F.scaled_dot_product_attention or isinstance(func, Kernel):
             return answer_attention(self.attend, func, args, kwargs)
         rule = RULES.get(func)
         if rule is None:
@@ -374,11 +374,6 @@ def group_norm(
     return normalised(x, num_groups, moments, weight, bias, eps)
 
 
-def attention(call: BandCall, *args: Any, **kwargs: Any) -> Tensor:
-    """Attends to the keys and values of all bands."""
-    return answer_attention(call.attend, F.scaled_dot_product_attention, args, kwargs)
-
-
 def interpolate(call: BandCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Repeats rows, each by itself, as nearest up-sampling does; raises GraphError otherwise."""
     mode = kwargs.get("mode", args[2] if len(args) > 2 else "nearest")
@@ -427,7 +422,6 @@ RULES: dict[Callable[..., Any], Rule] = {
     torch.conv2d: convolution,
     F.pad: pad,
     F.group_norm: group_norm,
-    F.scaled_dot_product_attention: attention,
     F.interpolate: interpolate,
     F.avg_pool2d: average_pool,
     torch.Tensor.reshape: reshape,

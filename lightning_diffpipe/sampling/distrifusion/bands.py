@@ -85,7 +85,7 @@ class Bands:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """What each band is of the whole."""
+        """The share of all rows that each band has."""
         return tuple(rows / self.num_rows for rows in self.rows)
 
     def part_of(self, size: int) -> tuple[int, int]:

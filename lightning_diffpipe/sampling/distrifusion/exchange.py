@@ -1,7 +1,7 @@
-"""What bands send each other, in this step or for the next one.
+"""Messages between bands, for this step or for the next one.
 
 Operators that see beyond the band are *calls*, identified by their position in the forward, so that shared
-weights and functional calls need no names. A call hands in its own fresh data and gets those of other bands:
+weights and functional calls need no names. A call passes on its own fresh data and gets those of other bands:
 
     synchronous step     one message for each call and peer, waited for at once
     displaced step       data of the step before, which arrived long ago; the own ones travel meanwhile
@@ -35,7 +35,7 @@ Shapes = Mapping[int, TensorShape]
 
 
 Read = Callable[[], dict[int, Tensor]]
-"""Returns what others handed in, by sender, waiting for it if it is still under way."""
+"""Returns the data of others by sender, waiting for what is still under way."""
 
 
 class _Range:
@@ -110,7 +110,7 @@ class Exchange:
         own: TensorShape,
         fresh: bool = False,
     ) -> dict[int, Tensor] | None:
-        """Hands in what other bands need, and gets what they handed in.
+        """Passes on what other bands need, and gets theirs.
 
         Args:
             kind: What it is.
@@ -181,7 +181,7 @@ class Exchange:
 
 @dataclass
 class _Input:
-    """What modules were given: a copy, and the tensor that last was equal to it."""
+    """An input of modules: a copy of it, and the tensor that last was equal to it."""
 
     copy: Tensor
     tensor: Tensor
@@ -214,7 +214,6 @@ class Constants:
         self._candidates = set(candidates)
         self._inputs: list[_Input] = []
         self._stored: dict[str, tuple[_Input, Tensor, int]] = {}
-        self.num_reused = 0
 
     def get(self, name: str, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """Returns the result of a module for its only tensor."""
@@ -229,7 +228,6 @@ class Constants:
                     return compute()
                 given.tensor, given.version = x, x._version
             if out._version == version:  # the model may write into what it gets
-                self.num_reused += 1
                 return out
         else:
             known = (known for known in self._inputs if known.is_in(x))

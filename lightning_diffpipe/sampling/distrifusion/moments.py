@@ -78,10 +78,10 @@ class Moments:
         squares = torch.addcmul(self.variance, difference, difference)
         return Moments((share * squares).sum(0), mean)
 
-    def with_band(self, band: int, own: Moments) -> Moments:
+    def with_band(self, band: int, moments: Moments) -> Moments:
         """Returns a copy with other moments for one band."""
         variance, mean = self.variance.clone(), self.mean.clone()
-        variance[band], mean[band] = own.variance, own.mean
+        variance[band], mean[band] = moments.variance, moments.mean
         return Moments(variance, mean)
 
     @functools.cached_property
@@ -133,16 +133,16 @@ def predicted(
     return Moments(variance, mean).combined(shares)
 
 
-def _next_change(own: Tensor, last: Tensor | None, band: int) -> Tensor:
+def _next_change(change: Tensor, last: Tensor | None, band: int) -> Tensor:
     """Returns the change of all bands, from that of this band and the last of all, `(bands, ..., groups)`."""
     if last is None:
-        return own
+        return change
     own_last = last[band]
     products = (last * own_last).sum(-1, keepdim=True)
     size = products[band].clamp_min(_TINY)
-    pace = ((own * own_last).sum(-1, keepdim=True) / size).clamp(0.0, _LARGEST_PACE)
+    pace = ((change * own_last).sum(-1, keepdim=True) / size).clamp(0.0, _LARGEST_PACE)
     shared = (products / size).clamp(0.0, 1.0)
-    surprise = torch.addcmul(own, pace, own_last, value=-1)
+    surprise = torch.addcmul(change, pace, own_last, value=-1)
     return torch.addcmul(pace * last, shared, surprise)
 
 

@@ -17,9 +17,7 @@ Modes: "displaced"; "synchronous" waits for fresh activations always, and is exa
 Each kind of call of the model is analysed on rank 0, which broadcasts what it found, and compared with a plain
 call, once. `analysis.py` sees values that cross rows, but not numbers that come from shapes alone, such as
 coordinates made of `x.shape[-2]`. So the first call of each kind is made both ways, the plain one by rank 0, if it
-has the memory for all rows. If they differ, both are repeated and compared function by function: the mean
-magnitudes of each result along each axis, the band's next to its part of the whole. The first function that differs
-is where the band was given other numbers.
+has the memory for all rows, and they must agree.
 
 Source:
     DistriFusion, Li et al. (2024), https://arxiv.org/abs/2402.19481 (its warm-up of w is our w + 1)
@@ -27,7 +25,6 @@ Source:
 
 import contextlib
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -36,12 +33,15 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from lightning_diffpipe.comm.links import Links, ProcessLinks, start_all_gather
+from lightning_diffpipe.comm.links import Links
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
-from lightning_diffpipe.comm.packing import TensorShape
-from lightning_diffpipe.errors import ConfigurationError, GraphError, require_number
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    GraphError,
+    require_choice,
+    require_number,
+)
 from lightning_diffpipe.graph.interception import Interception, Run
 from lightning_diffpipe.graph.versions import settings_digest
 from lightning_diffpipe.planning.cluster import Link
@@ -59,14 +59,11 @@ from lightning_diffpipe.sampling.rehearsal import (
     relative_error,
     tolerance_of,
 )
+from lightning_diffpipe.sampling.report import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.request import Request, require_warmup
-from lightning_diffpipe.sampling.schedulers import drawing_from, random_states, takes_generator
-from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
+from lightning_diffpipe.sampling.schedulers import takes_generator
 from lightning_diffpipe.sampling.step_caches import StepCache
 from lightning_diffpipe.sampling.tracing.attention import KernelsAnswered
-
-Profile = tuple[str, list[Tensor]]
-"""The name of a function, and the mean magnitudes of its result along each axis."""
 
 _REMEDY = "sample it with PipeFusion, sequence parallelism or one process"
 _WITHOUT_A_LOOK = (
@@ -105,11 +102,8 @@ class DistriFusion:
         settled: float = 0.1,
         verify: bool = True,
     ) -> None:
-        allowed = {"mode": get_args(BandMode), "group_norm": get_args(GroupNormRule)}
-        for option, value in (("mode", mode), ("group_norm", group_norm)):
-            if value not in allowed[option]:
-                names = ", ".join(allowed[option])
-                raise ConfigurationError(f"{option}={value!r}; choose one of {names}")
+        require_choice("mode", mode, get_args(BandMode))
+        require_choice("group_norm", group_norm, get_args(GroupNormRule))
         require_warmup(warmup_steps, settled)
         require_number("calls_per_message", calls_per_message, 1, whole=True)
         self.model, self.links, self.mode = model, links, mode
@@ -134,7 +128,6 @@ class DistriFusion:
         cache = StepCache(request, [self.links])
         with (
             measured(self, request, self.links) as stopwatch,
-            drawing_alike(self.links, request.latents.device),
             cache.installed(),
             intercepted(self.model) as interception,
         ):
@@ -242,12 +235,12 @@ class DistriFusionRun(Run):
                 return analysis
 
             with self.stopwatch.learning(), self.cache.off():
-                found: CallAnalysis = self._links.broadcast_object(look)
+                shared: CallAnalysis = self._links.broadcast_object(look)
                 if self.sampler.verify:
                     traffic = self._links.traffic.copy()
-                    self._compare(found, call)
+                    self._compare(shared, call)
                     vars(self._links.traffic).update(vars(traffic))
-                analyses[kind] = found
+                analyses[kind] = shared
         new = self._new_call(analyses[kind])
         self.calls.append((kind, new))
         return new
@@ -265,40 +258,19 @@ class DistriFusionRun(Run):
         Where all rows at once do not fit into rank 0's memory, nothing is compared.
         """
 
-        def on_bands(call: ModelCall) -> Any:
-            return self._new_call(analysis).run(call, StepKind(0, synchronous=True))
-
-        def plain(call: ModelCall) -> Any:
-            with call.interception.running(None):
-                return call.forward(*call.args, **call.kwargs)
+        def plain() -> Any:
+            with whole.interception.running(None):
+                return whole.forward(*whole.args, **whole.kwargs)
 
         bands = self._bands(analysis)
-        tolerance = tolerance_of(whole.interception.root, whole.latents, convolves_parts=True)
-        with failing(
-            f"on a band of {bands.size} of {bands.num_rows} rows",
-            _REMEDY,
-            "it makes positions for all rows by itself",
-            GraphError,
-            "use more ranks",
-        ):
-            result = on_bands(whole)
+        cause = "it makes positions for all rows by itself"
+        with failing(f"on a band of {bands.size} of {bands.num_rows} rows", _REMEDY, cause):
+            result = self._new_call(analysis).run(whole, StepKind(0, synchronous=True))
         warning = "all rows of the latents do not fit into memory at once; bands are not compared with them"
-        error = error_beside(self._links, partial(plain, whole), result, warning)
-
-        def cause() -> str:
-            expected: list[Profile] = []
-            with contextlib.suppress(RuntimeError):  # too little memory; then without a name
-                expected = profiled(whole, plain)
-            index = first_other(expected, profiled(whole, on_bands), bands, tolerance)
-            here = torch.tensor([index], device=self._links.device)
-            shapes = [TensorShape.of(here)] * self._links.num_ranks
-            first = min(map(int, start_all_gather(self._links, here, shapes, "control")()))
-            self._links.finish()  # all ranks refuse together, with nothing under way
-            known = first < len(expected)
-            return f" (first seen after {expected[first][0]}())" if known else ""
-
+        error = error_beside(self._links, plain, result, warning)
+        tolerance = tolerance_of(whole.interception.root, whole.latents, convolves_parts=True)
         where = f"on bands of {', '.join(map(str, bands.rows))} rows"
-        refuse_if_other(error, tolerance, where, "the whole", cause, _REMEDY, GraphError)
+        refuse_if_other(error, tolerance, where, "the whole", _REMEDY)
 
     def _bands(self, analysis: CallAnalysis) -> Bands:
         num_rows = self.request.latents.shape[-2]
@@ -309,56 +281,6 @@ class DistriFusionRun(Run):
         exchange = Exchange(self._links, self.sampler.calls_per_message, skips)
         bands, group_norm = self._bands(analysis), self.sampler.group_norm
         return BandCall(analysis, bands, exchange, group_norm, self.cache.hooked)
-
-
-def profiled(call: ModelCall, run: Callable[[ModelCall], Any]) -> list[Profile]:
-    """Returns, for each function that a model calls in a run, means of its magnitudes along every axis.
-
-    They tell at which function two runs of one call begin to differ.
-
-    Args:
-        call: The call.
-        run: Makes it, on bands or as a whole.
-    """
-    profiles: list[Profile] = []
-
-    class Noting(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, Tensor) and out.is_floating_point() and out.ndim:
-                size, axes = out.detach().double().abs(), set(range(out.ndim))
-                means = [size.mean([*axes - {a}]) if out.ndim > 1 else size for a in sorted(axes)]
-                profiles.append((getattr(func, "__name__", str(func)), means))
-            return out
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        with Noting():  # inside of what answers functions on bands, so that it sees their answers
-            return call.forward(*args, **kwargs)
-
-    run(call._replace(forward=recorded))
-    return profiles
-
-
-def first_other(whole: list[Profile], band: list[Profile], bands: Bands, tolerance: float) -> int:
-    """Returns the position of the first function whose result on the band is no part of that on the whole.
-
-    Returns:
-        `sys.maxsize` if there is none.
-    """
-    for i, ((_, plain), (_, mine)) in enumerate(zip(whole, band, strict=False)):
-        if len(plain) != len(mine):
-            return i
-        for all_rows, own in zip(plain, mine, strict=True):
-            start, size = bands.part_of(len(all_rows))
-            # Only an axis that grows with the rows can be compared: on others, means are of other rows.
-            if len(all_rows) != len(own) == size:
-                scale = float(all_rows.abs().mean()) + 1e-30
-                error = float((all_rows.narrow(0, start, size) - own).abs().max())
-                if not error <= tolerance * scale:
-                    return i
-    return sys.maxsize
 
 
 _lock = threading.Lock()
@@ -387,19 +309,6 @@ def intercepted(model: nn.Module) -> Iterator[Interception]:
                 _shared[id(model)] = (interception, users - 1)
             else:
                 interception.uninstall()
-
-
-def drawing_alike(links: Links, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Lets default generators of all processes go on from where those of rank 0 are; collective.
-
-    Every band steps the whole latents, so all must draw the same. A generator in the request is the same on all
-    ranks, as the request is; where a scheduler is given none, it draws from the default ones. On other ranks they
-    are as they were after it. Threads, which share theirs, are left alone: `emulate` gives each a copy.
-    """
-    if not isinstance(links, ProcessLinks) or links.num_ranks == 1:
-        return contextlib.nullcontext()
-    states = links.broadcast_object(lambda: random_states(device))
-    return drawing_from(states, device, goes_back=links.rank > 0)
 
 
 def emulate(
@@ -435,8 +344,8 @@ def emulate(
     network = LoopbackNetwork(num_bands, device, link, timeout_s)
     given = dict(request.step_kwargs) | ({} if default is None else {"generator": default})
 
-    taken = snapshot(given)  # a thread draws as if it were a process
-    requests = [replace(request, step_kwargs=restored(taken)) for _ in range(num_bands)]
+    states = snapshot(given)  # a thread draws as if it were a process
+    requests = [replace(request, step_kwargs=restored(states)) for _ in range(num_bands)]
 
     def band(links: Links) -> tuple[Tensor, DistriFusion]:
         sampler = DistriFusion(request.model, links, **options)
@@ -446,8 +355,8 @@ def emulate(
     if default is not None:  # goes on where the copy of band 0 is, as in one process
         default.set_state(requests[0].step_kwargs["generator"].get_state())
     latents = results[0][0]
-    for rank, (found, _) in enumerate(results):
-        if not torch.allclose(found, latents, rtol=0.0, atol=0.0, equal_nan=True):
+    for rank, (of_band, _) in enumerate(results):
+        if not torch.allclose(of_band, latents, rtol=0.0, atol=0.0, equal_nan=True):
             name = type(request.scheduler).__name__
             raise ConfigurationError(
                 f"bands 0 and {rank} of {num_bands} stepped to other latents: {name} or the request's closure "

@@ -2,11 +2,10 @@
 
 Reading order: `sampler.py` (what is decided), `run.py` (the loop over turns), `stages.py` (who runs which block),
 `patch.py` (the model on some tokens), `kv_cache.py` (keys of other patches); where ranks share tokens
-`sequence_attention.py` and `sequence_parallel.py`.
+`sequence_attention.py`.
 """
 
 from lightning_diffpipe.sampling.pipefusion.run import PipeFusionSetting
-from lightning_diffpipe.sampling.pipefusion.sampler import PipeFusion
-from lightning_diffpipe.sampling.pipefusion.sequence_parallel import SequenceParallel
+from lightning_diffpipe.sampling.pipefusion.sampler import PipeFusion, SequenceParallel
 
 __all__ = ["PipeFusion", "PipeFusionSetting", "SequenceParallel"]

@@ -10,7 +10,7 @@ except on the last rank, which makes the prediction.
     rank 0     all rows    patch      patch, send, stop
     rank 1     all rows    dummy      received   patch      patch      all rows      prediction
 
-Full size is for code that looks into it. A result that is only handed on to other blocks is a dummy, too: shape
+Full size is for code that looks into it. A result that is only passed on to other blocks is a dummy, too: shape
 without memory, and whoever gets this object takes the tokens instead. Modules that make the same for every patch
 are run once (`tracing/glue.py`).
 """
@@ -36,9 +36,9 @@ from lightning_diffpipe.sampling.tracing.attention import (
     Attend,
     AttentionByName,
     AttentionIntercepted,
+    compiled_modules,
 )
 from lightning_diffpipe.sampling.tracing.blocks import cut_arguments
-from lightning_diffpipe.sampling.tracing.compiled import compiled_modules
 from lightning_diffpipe.sampling.tracing.layout import (
     BETWEEN,
     WHOLE,
@@ -61,7 +61,7 @@ class _Stop(BaseException):
 
 @dataclass
 class PartRunner:
-    """What all runs of one request on one rank share.
+    """State that all runs of one request on one rank share.
 
     Attributes:
         stage: What this rank runs.
@@ -203,18 +203,16 @@ class PartRun(Run):
         if here == stage.ends[visit]:
             if stage.outgoing[visit]:
                 for c in stage.outgoing[visit]:
-                    self._refuse_other_shapes(layout.blocks[c], self._slices(c))
+                    shapes = list(map(TensorShape.of, self._slices(c)))
+                    if shapes != (expected := layout.blocks[c].shapes(self.part)):
+                        raise LayoutError(
+                            f"{layout.blocks[c].name} returned {shapes}, and the next rank expects {expected}; "
+                            "take method=single"
+                        )
                 self.send([x for c in stage.outgoing[visit] for x in self._slices(c)])
             if self.stops and visit == len(stage.ends) - 1:
                 raise _Stop
         return self._whole(here)
-
-    def _refuse_other_shapes(self, block: Block, slices: Slices) -> None:
-        shapes, expected = list(map(TensorShape.of, slices)), block.shapes(self.part)
-        if shapes != expected:
-            raise LayoutError(
-                f"{block.name} returned {shapes}, and the next rank expects {expected}; take method=single"
-            )
 
     def _execute(
         self, here: int, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]

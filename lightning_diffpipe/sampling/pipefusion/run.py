@@ -24,11 +24,11 @@ from lightning_diffpipe.sampling.pipefusion.kv_cache import KvCache, PartAttenti
 from lightning_diffpipe.sampling.pipefusion.patch import PartRun, PartRunner, Slices
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import SEQUENCE_MODES
 from lightning_diffpipe.sampling.pipefusion.stages import Stages
+from lightning_diffpipe.sampling.report import Stopwatch
 from lightning_diffpipe.sampling.request import Complete, Loop, Request
 from lightning_diffpipe.sampling.schedulers import PatchSchedulers
-from lightning_diffpipe.sampling.statistics import Stopwatch
 from lightning_diffpipe.sampling.step_caches import DECISION, StepCache
-from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Units
+from lightning_diffpipe.sampling.tracing.layout import Layout, Part
 
 _NAN = float("nan")
 
@@ -95,6 +95,9 @@ class PipeFusionRun:
             rows = [(u.start * layout.rows_per_unit, len(u) * layout.rows_per_unit) for u in units]
             schedulers = PatchSchedulers(request.scheduler, request.step_kwargs, rows, layout.axis)
             self._schedulers = schedulers.going_on(request.stepped)
+        self._given_before: Tensor | None = (
+            None  # to the model, in the synchronous step that is taken
+        )
         # The newest rows, by call of the denoiser in a step.
         self._predictions: dict[int, Tensor] = {}
         self._hidden = _Inbox(links, links.rank - 1, "hidden")
@@ -158,10 +161,9 @@ class PipeFusionRun:
             turns, start = self.plan.turns, stop  # the plan may be another by now
 
     def _run_turns(self, on_step: Callable[[int], None] | None) -> Tensor:
-        request, layout = self._request, self._setting.layout
+        request = self._request
         latents = request.latents.clone()
-        earlier: list[PartRun] = []
-        before: Tensor | None = None
+        microbatches: list[PartRun] = []  # of a synchronous step, but for the last one
         for turn in self._turns():
             if turn.is_first:
                 keep = self.plan.may_be_last_synchronous(turn.step)
@@ -172,43 +174,52 @@ class PipeFusionRun:
                 self._runner.start_step()
             self._take_back(turn, latents)
             self._step_cache.begin(turn.step, turn.patch)
-            part = self._part(turn)
             loop, predict = self._loop_at(turn, latents)
+            is_partial = turn.patch is None and not turn.is_last
             run = self._runner.run(
                 predict,
-                part,
+                self._part(turn),
                 self._receive,
                 self._send,
-                earlier if self._is_last else (),
-                stop=turn.patch is None and not turn.is_last,
+                microbatches if self._is_last else (),
+                stop=is_partial,
             )
-            earlier = [*earlier, run] if turn.patch is None and not turn.is_last else []
+            microbatches = [*microbatches, run] if is_partial else []
             if run.prediction is not None:
-                prediction = run.prediction
-                if loop.is_divided:
-                    prediction = self._guided(loop, prediction, part.units)
-                if self._schedulers is None:
-                    if not loop.mixes:  # or else they were collected before
-                        self._collect_rows(prediction, None, "prediction")
-                    latents = loop.step(prediction)
-                else:
-                    # Pipelines may have changed latents after the step before.
-                    rows = layout.take_rows(loop.sample, part.units)
-                    layout.put_rows(latents, part.units, rows)
-                    if self.plan.decides_after(turn):
-                        before = self._given(latents, turn.step)
-                    t, given = loop.given
-                    self._schedulers.step(latents, prediction, t, turn.patch, given)
-                if not self._is_first and turn.step < self.plan.num_steps - 1:
-                    stored = [x for c in self._stored_calls for x in run.slices[c]]
-                    rows = layout.take_rows(latents, part.units)
-                    self._links.send(pack([rows, *stored]), 0, "latents")
+                latents = self._step(turn, loop, run, latents)
             if turn.is_last:
                 if self.plan.decides_after(turn):
-                    self._end_warmup_if_settled(turn, before, latents)
+                    self._end_warmup_if_settled(turn, latents)
                 self._watch.step_done()
                 if on_step is not None:
                     on_step(turn.step)
+        return latents
+
+    def _step(self, turn: Turn, loop: Loop, run: PartRun, latents: Tensor) -> Tensor:
+        """Steps the scheduler on the last rank, and sends the rows to the first; returns the latents after it."""
+        layout, units, prediction = self._setting.layout, run.part.units, run.prediction
+        if loop.is_divided:
+            # Halves of the ranks send each other these rows only, if the loop allows it.
+            rows = None if loop.mixes else units
+            prediction = loop.guided(
+                prediction,
+                lambda x: layout.take_rows(x, rows),
+                lambda x, values: layout.put_rows(x, rows, values),
+            )
+        if self._schedulers is None:
+            if not loop.mixes:  # or else they were collected before
+                self._collect_rows(prediction, None, "prediction")
+            latents = loop.step(prediction)
+        else:
+            # Pipelines may have changed latents after the step before.
+            layout.put_rows(latents, units, layout.take_rows(loop.sample, units))
+            if self.plan.decides_after(turn):
+                self._given_before = self._given(latents, turn.step)
+            t, given = loop.given
+            self._schedulers.step(latents, prediction, t, turn.patch, given)
+        if not self._is_first and turn.step < self.plan.num_steps - 1:
+            stored = [x for c in self._stored_calls for x in run.slices[c]]
+            self._links.send(pack([layout.take_rows(latents, units), *stored]), 0, "latents")
         return latents
 
     def _loop_at(self, turn: Turn, latents: Tensor) -> tuple[Loop, Callable[[], Tensor]]:
@@ -255,15 +266,6 @@ class PipeFusionRun:
         for part, values in zip(parts, gathered, strict=True):
             layout.put_rows(x, part.units, values)
 
-    def _guided(self, loop: Loop, prediction: Tensor, units: Units | None) -> Tensor:
-        """Lets halves of the ranks send each other these rows only, if the loop allows it."""
-        layout, rows = self._setting.layout, None if loop.mixes else units
-        return loop.guided(
-            prediction,
-            lambda x: layout.take_rows(x, rows),
-            lambda x, values: layout.put_rows(x, rows, values),
-        )
-
     def _part(self, turn: Turn) -> Part:
         shared = self._shares(turn.patch, turn.microbatch)
         part = shared[1][self._sequence.rank]
@@ -286,13 +288,15 @@ class PipeFusionRun:
 
     # --- automatic warm-up ----------------------------------------------------------------------------
 
-    def _end_warmup_if_settled(self, turn: Turn, before: Tensor | None, latents: Tensor) -> None:
+    def _end_warmup_if_settled(self, turn: Turn, latents: Tensor) -> None:
         """Lets patches flow from the next step on, on all ranks, if the model is given nearly the same there."""
         links = self._links
         last = links.num_ranks - 1
         if self._is_last:
             now = self._given(latents, turn.step + 1)
-            squares = torch.stack([x.double().square().sum() for x in (now - before, now)])
+            squares = torch.stack(
+                [x.double().square().sum() for x in (now - self._given_before, now)]
+            )
             num_ranks = self._sequence.num_ranks
             if num_ranks > 1:  # every rank of the stage has rows of its own
                 shapes = [TensorShape.of(squares)] * num_ranks

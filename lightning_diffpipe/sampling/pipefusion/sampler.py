@@ -11,8 +11,18 @@ The last rank steps the scheduler, patch by patch, and sends the rows back to th
 once per step, together with one patch. What comes out depends on the number of patches and on the synchronous
 steps, never on the number of ranks: one rank alone is the emulator.
 
+Sequence parallelism is a stage of PipeFusion by itself, with one patch: every rank has the whole model and a part
+of the tokens, those of the text included, and nothing is stale. Every call of attention communicates, so it needs
+fast links; in return it is exact, has no warm-up and suits models of few steps. At the end of a step ranks share
+their rows of the prediction, and each steps the scheduler on all rows, so that any scheduler will do.
+
+    rank 0    tokens 0-3 ──┬─ attention ─┬─ rest of the block ──┬─ ...
+    rank 1    tokens 4-7 ──┘             └─ rest of the block ──┘
+
 Source:
     PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
+    DeepSpeed Ulysses, Jacobs et al. (2023), https://arxiv.org/abs/2309.14509
+    Ring attention, Liu et al. (2023), https://arxiv.org/abs/2310.01889
 """
 
 from collections.abc import Callable, Sequence
@@ -22,19 +32,24 @@ from typing import Literal
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Alone, Links
-from lightning_diffpipe.errors import ConfigurationError, require_number
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    PartitionError,
+    require_choice,
+    require_number,
+)
+from lightning_diffpipe.planning.partition import minimax_cuts
 from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
 from lightning_diffpipe.sampling.pipefusion.run import PipeFusionRun, PipeFusionSetting
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     SEQUENCE_MODES,
     SequenceMode,
-    refuse_mode,
 )
-from lightning_diffpipe.sampling.pipefusion.stages import Stages, balanced_split, measured_costs
-from lightning_diffpipe.sampling.rehearsal import Predict, rehearse
+from lightning_diffpipe.sampling.pipefusion.stages import Stages, measured_costs
+from lightning_diffpipe.sampling.rehearsal import Predict, rehearse, rehearse_sharing
+from lightning_diffpipe.sampling.report import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.request import Request, require_warmup
-from lightning_diffpipe.sampling.schedulers import refuse_unless_elementwise
-from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
+from lightning_diffpipe.sampling.schedulers import is_elementwise
 from lightning_diffpipe.sampling.tracing.layout import Layout, Part
 from lightning_diffpipe.sampling.tracing.probe import MAX_LAYOUTS, LayoutStore
 
@@ -93,13 +108,10 @@ class PipeFusion:
         verify: bool = True,
     ) -> None:
         require_warmup(warmup_steps, settled)
-        if num_patches < 1:
-            raise ConfigurationError(
-                f"num_patches={num_patches}; choose at least one, at best one per rank"
-            )
+        require_number("num_patches", num_patches, 1, whole=True)
         if warmup_microbatches is not None:
             require_number("warmup_microbatches", warmup_microbatches, 1, whole=True)
-        refuse_mode(sequence_mode, "sequence_mode")
+        require_choice("sequence_mode", sequence_mode, list(SEQUENCE_MODES))
         self.model, self.links = model, links or Alone()
         self.sequence_links, self.sequence_mode = sequence_links or Alone(), sequence_mode
         self.num_patches, self.warmup_steps, self.split = num_patches, warmup_steps, split
@@ -229,13 +241,20 @@ class PipeFusion:
         rehearse(self.links, request, layout, self.num_patches, predict)
 
     def _refuse(self, layout: Layout, request: Request) -> None:
-        """Raises an error unless rows can be shared, and stepped apart."""
+        """Raises ConfigurationError unless rows can be shared, and stepped separately."""
         num_sharing = self.sequence_links.num_ranks
         for units in layout.split_units(self.num_patches):
             layout.split_range(units, num_sharing)
         if self.num_patches * num_sharing > 1:  # each steps rows of its own
             scheduler, ndim = request.scheduler, request.latents.ndim
-            refuse_unless_elementwise(scheduler, request.timesteps, ndim, layout.axis)
+            if not is_elementwise(scheduler, request.timesteps, ndim, layout.axis):
+                raise ConfigurationError(
+                    f"{type(scheduler).__name__} looks at all rows of the latents in one step "
+                    "(thresholding, or noise that is not drawn by torch.randn), so patches cannot be stepped "
+                    "separately; switch that off, or use another scheduler such as DDIMScheduler, "
+                    "FlowMatchEulerDiscreteScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler or "
+                    "UniPCMultistepScheduler"
+                )
 
     def _decide(self, request: Request) -> tuple[Layout, tuple[int, ...]]:
         layout = self.layouts.layout_for(request)
@@ -253,6 +272,47 @@ class PipeFusion:
             return layout, ()
         names = tuple(layout.block_names)
         if names not in self._cuts:
+            if self.links.num_ranks > len(names):
+                raise PartitionError(
+                    f"cannot spread {len(names)} blocks over {self.links.num_ranks} ranks; use at most "
+                    f"{len(names)} ranks for the pipeline, and the others for guidance or for more prompts"
+                )
             costs = measured_costs(layout, request)
-            self._cuts[names] = balanced_split(layout, self.links.num_ranks, costs)
+            self._cuts[names] = minimax_cuts(costs, self.links.num_ranks)[1:]
         return layout, self._cuts[names]
+
+
+class SequenceParallel(PipeFusion):
+    """Samples with tokens split over ranks, exactly.
+
+    Args:
+        model: The transformer, whole on every rank.
+        links: Between the ranks; one rank alone if None.
+        mode: "ulysses" trades tokens for heads, "ring" passes keys and values round.
+        axis: Axis of the latents to cut; rows, or packed tokens, if None.
+        verify: Fill everything that must not be read with NaN, and compare the first step of the first request of
+            a layout with what rank 0 computes alone (`sampling/rehearsal.py`).
+    """
+
+    steps_all_rows = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        links: Links | None = None,
+        *,
+        mode: SequenceMode = "ulysses",
+        axis: int | None = None,
+        verify: bool = True,
+    ) -> None:
+        require_choice("mode", mode, list(SEQUENCE_MODES))
+        super().__init__(model, sequence_links=links, sequence_mode=mode, axis=axis, verify=verify)
+
+    def _runs_in_parts(self, plan: PipeFusionPlan) -> bool:
+        return self.sequence_links.num_ranks > 1
+
+    def _rehearse(self, request: Request, layout: Layout, predict: Predict) -> None:
+        rehearse_sharing(self.sequence_links, request, layout, predict)
+
+    def _refuse(self, layout: Layout, request: Request) -> None:
+        layout.split_units(self.sequence_links.num_ranks, "the number of ranks")

@@ -47,7 +47,7 @@ _RING = "ring attention (mode='ring'; sequence_mode='ring' with method=pipefusio
 
 
 class _OverRanks:
-    """What both ways share; `share` tells what all ranks compute together and the part of each."""
+    """The base of both ways; `share` returns the part that all ranks compute together, and that of each."""
 
     def __init__(
         self, links: Links, share: Callable[[Part], tuple[Part, Sequence[Part]]], inner: KvCache
@@ -118,14 +118,6 @@ class _OverRanks:
     def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
         """Does the same without ghosts, for tokens of all ranks at some positions."""
         raise NotImplementedError
-
-
-def _places(call: AttentionCall, owned: Sequence[Selection]) -> list[Selection]:
-    """Returns positions among all tokens, of positions among the tokens of a part."""
-    index = call.own().index
-    if index is None:
-        return list(owned)
-    return [Selection(call.tokens.size, index[each.index]) for each in owned]
 
 
 class Ulysses(_OverRanks):
@@ -234,7 +226,11 @@ class Ring(_OverRanks):
         q, k, v = call.q, call.k, call.v
         scale = call.options.get("scale") or 1 / math.sqrt(q.shape[-1])
         keys = self._inner.in_shares(call)
-        places = _places(call, owned)
+        # Positions among all tokens, of positions among those of the part.
+        index = call.own().index
+        places = list(owned)
+        if index is not None:
+            places = [Selection(call.tokens.size, index[each.index]) for each in owned]
         if keys.mask is not None and keys.mask.shape[-2] == call.tokens.size > 1:
             keys.mask = places[me].take(keys.mask, -2)
         total: tuple[Tensor, Tensor] | None = None
@@ -260,14 +256,6 @@ class Ring(_OverRanks):
 
 
 SEQUENCE_MODES: dict[str, type[Ulysses] | type[Ring]] = {"ulysses": Ulysses, "ring": Ring}
-
-
-def refuse_mode(mode: str, option: str) -> None:
-    """Raises ConfigurationError unless there is such a way to share tokens."""
-    if mode not in SEQUENCE_MODES:
-        raise ConfigurationError(
-            f"{option}={mode!r} is unknown; choose one of {sorted(SEQUENCE_MODES)}"
-        )
 
 
 MOST_SCORE_BYTES = 1 << 26
@@ -392,6 +380,6 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
     return out, norms
 
 
-def _weights(scores: Tensor, norm: Tensor, own: Tensor) -> Tensor:
+def _weights(scores: Tensor, norm: Tensor, own_norm: Tensor) -> Tensor:
     """Weighs scores by a normaliser: with zero where the own one says that no key is seen. NaN stays NaN."""
-    return (scores - norm).exp_().masked_fill_(own == -math.inf, 0.0)
+    return (scores - norm).exp_().masked_fill_(own_norm == -math.inf, 0.0)

@@ -1,4 +1,4 @@
-"""Who runs which call of a block, and what crosses between ranks.
+"""Stages: the calls of blocks that each rank runs, and the results that cross between ranks.
 
 Blocks are split into contiguous ranges, one for each rank. A call of the model visits the ranks in order; with
 guidance by two calls per step, every step visits them twice:
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.errors import LayoutError, PartitionError
 from lightning_diffpipe.graph.calltree import Forward
-from lightning_diffpipe.planning.partition import minimax_cuts
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing.layout import Layout
 from lightning_diffpipe.sampling.tracing.marks import calls_answered
@@ -36,7 +35,7 @@ from lightning_diffpipe.sampling.tracing.marks import calls_answered
 
 @dataclass(frozen=True)
 class DenoiserStage:
-    """What one rank does in one call of `denoise`.
+    """One rank's part in one call of `denoise`.
 
     Attributes:
         own: Calls it runs.
@@ -124,26 +123,15 @@ def resident_parameters(model: nn.Module, layout: Layout, stages: Stages, rank: 
     }
 
 
-def balanced_split(layout: Layout, num_ranks: int, costs: Sequence[float]) -> tuple[int, ...]:
-    """Finds positions that make the slowest rank fastest; raises PartitionError for fewer blocks than ranks."""
-    num_blocks = len(layout.block_names)
-    if num_ranks > num_blocks:
-        raise PartitionError(
-            f"cannot spread {num_blocks} blocks over {num_ranks} ranks; use at most {num_blocks} "
-            "ranks for the pipeline, and the others for guidance or for more prompts"
-        )
-    return minimax_cuts(costs, num_ranks)[1:]
-
-
 def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[float]:
     """Measures the seconds of each block in one call of `denoise`, in the order of `layout.block_names`.
 
-    Of blocks of one kind, known by their arithmetic and results, the first few calls run, and all get the median of
-    these but for the first. What the last block is followed by until the prediction is out is added to it.
+    Of calls of one kind the first few run, and all get the median of these but for the first. The last block's cost
+    includes the code after it, up to the prediction.
     """
-    times: dict[Any, list[float]] = {}
-    results: dict[Any, Any] = {}
-    kinds = [(x.flops, str(x.results), str(x.tree)) for x in layout.blocks]
+    times: dict[int, list[float]] = {}
+    results: dict[int, Any] = {}
+    kinds = [block.kind for block in layout.blocks]
     ends, clock = list[float](), clock_for(request.latents.device)
 
     def now_s() -> float:
@@ -170,8 +158,8 @@ def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[f
             request.denoise(request.latents, request.timesteps[0])
         ends.append(now_s() - end_s)
     total = dict.fromkeys(layout.block_names, 0.0)
-    for block, kind in zip(layout.blocks, kinds, strict=True):
-        total[block.name] += statistics.median(times[kind][1:] or times[kind])
+    for block in layout.blocks:
+        total[block.name] += statistics.median(times[block.kind][1:] or times[block.kind])
     costs = list(total.values())
     costs[-1] += statistics.median(ends[1:])
     return costs

@@ -1,7 +1,7 @@
-"""What is found out about a transformer by following values through it: how it can be run in parts.
+"""Tracing: how a transformer can be run in parts, found by following values through it.
 
 Reading order: `layout.py` (all that is found, as plain data), `probe.py` (the runs that find it), `marks.py` (the
 NaN that is followed; `repeats.py` follows it through equal blocks once), and what the probe asks of single blocks
 (`blocks.py`), and of modules and code that need not run for every patch (`glue.py`). `attention.py` lets others
-answer attention, whichever kernel computes it; `compiled.py` in compiled blocks, too.
+answer attention, whichever kernel computes it, in compiled blocks, too.
 """

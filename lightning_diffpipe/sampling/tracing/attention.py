@@ -1,4 +1,4 @@
-"""Who answers attention while a model is run in parts, whichever kernel computes it.
+"""Answering attention while a model is run in parts, whichever kernel computes it.
 
 Problem: patches, bands and ranks that share tokens answer each call of attention themselves, and then let attention
 compute. Code asks for it in three ways: by torch's name, by a function it has taken out of torch, and by diffusers'
@@ -8,9 +8,18 @@ one more function of torch, and what it computes with is the user's kernel.
 
     block ── dispatch_attention_fn ── Kernel ── handler of patches or bands ── the user's kernel, on all keys
 
+In compiled blocks, which no handler can enter, attention is one operator of known shapes, since a compiler looks
+attention up once, and no graph can hold messages and caches. When a graph runs, that operator asks who answers
+attention in this thread; without anybody it is torch's own.
+
+    block    norm ── q, k, v ── lightning_diffpipe::attend ── projection ── feed-forward     a graph for each shape
+                                │
+                                └── the sampler's handler, or torch's attention
+
 Kernels of diffusers take tokens before heads, `(batch, tokens, heads, width)`; here heads come first, as in torch.
 
-Source: diffusers' `attention_dispatch.py`; `__torch_function__` of PyTorch.
+Source: diffusers' `attention_dispatch.py` and `compile_repeated_blocks`; PyTorch's `__torch_function__` and custom
+operators.
 """
 
 from __future__ import annotations
@@ -24,10 +33,11 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.calltree import is_compiled
 
 Attend = Callable[..., Tensor]
 """`attend(query, key, value, **options)`, as torch's scaled dot-product attention."""
@@ -258,7 +268,67 @@ class AttentionByName:
 
 
 def _by_name(*args: Any, **kwargs: Any) -> Tensor:
-    """Stands under attention's name; in the graphs of `compiled.py` is an operator that does the same."""
+    """Stands under attention's name; in graphs of compiled blocks is an operator that does the same."""
     if torch.compiler.is_compiling():
         return torch.ops.lightning_diffpipe.attend(*args, **kwargs)
     return AttentionByName.answer(*args, **kwargs)
+
+
+# ------------------------------------------------------------------------------------ compiled blocks
+
+_LIBRARY = library.Library("lightning_diffpipe", "DEF")
+_LIBRARY.define(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
+    "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, str? kernel=None) -> Tensor"
+)
+
+
+def _attend(*args: Any, kernel: str | None = None, **kwargs: Any) -> Tensor:
+    """Answers attention with a result that lies in memory as most kernels order it, tokens outside of heads."""
+    by = KernelsAnswered.by_name[kernel].answered if kernel else AttentionByName.answer
+    return by(*args, **kwargs).transpose(-3, -2).contiguous().transpose(-3, -2)
+
+
+def _outcome(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    *lead, heads, tokens, _ = query.shape
+    return query.new_empty(*lead, tokens, heads, value.shape[-1]).transpose(-3, -2)
+
+
+_LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
+library.register_fake("lightning_diffpipe::attend", _outcome)
+
+
+class CompiledBlock:
+    """A compiled block: a graph of `torch.compile` for each shape."""
+
+    def __init__(self, block: nn.Module, backend: str | Callable[..., Any]) -> None:
+        self._compiled = torch.compile(block._call_impl, backend=backend, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the graph, with attention by whoever answers it."""
+        with AttentionByName(AttentionByName.here()):
+            return self._compiled(*args, **kwargs)
+
+
+def compile_blocks(model: nn.Module, backend: str | Callable[..., Any]) -> None:
+    """Compiles the blocks that a denoiser repeats, at their first calls.
+
+    Raises:
+        ConfigurationError: diffusers does not say which these are.
+    """
+    names = getattr(model, "_repeated_blocks", None) or ()
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise ConfigurationError(
+            f"compile=blocks: diffusers does not say which blocks a {type(model).__name__} repeats; leave it out"
+        )
+    for block in blocks:
+        block._compiled_call_impl = CompiledBlock(block, backend)
+
+
+def compiled_modules(model: nn.Module) -> dict[str, bool]:
+    """Returns the compiled modules of a model, by name, with whether attention can be answered in them."""
+    called = {n: m._compiled_call_impl for n, m in model.named_modules() if is_compiled(m)}
+    return {
+        n: isinstance(getattr(x, "diffpipe_original", x), CompiledBlock) for n, x in called.items()
+    }

@@ -1,4 +1,4 @@
-"""What each axis of a block's arguments and results counts: tokens, samples, or neither.
+"""Axes of a block's arguments and results that count tokens or samples.
 
 Every axis of every argument is marked with code words (`marks.py`). Indices that reach the keys of an attention
 call one-to-one are tokens: of the image, of the text, of rope tables, of per-token modulation. Those that reach
@@ -29,7 +29,7 @@ from lightning_diffpipe.sampling.tracing.marks import (
 )
 
 Target = tuple[str, int, int]
-"""What can be reached: ("key" | "mask", attention call, axis) or ("result", leaf, axis)."""
+"""A place that marks can reach: ("key" | "mask", attention call, axis) or ("result", leaf, axis)."""
 
 
 class BlockTracer:
@@ -105,15 +105,15 @@ class BlockTracer:
     def _reached(self, flat: list[Any]) -> dict[Target, Tensor]:
         log: list[tuple[Tensor, Tensor | None]] = []
         out = self._run(flat, log)
-        found: dict[Target, Tensor] = {}
+        reached: dict[Target, Tensor] = {}
         for i, (key, mask) in enumerate(log):
-            found |= {("key", i, -2): key, ("key", i, 0): key}
+            reached |= {("key", i, -2): key, ("key", i, 0): key}
             if mask is not None:
-                found |= {("mask", i, -1): mask, ("mask", i, 0): mask}
+                reached |= {("mask", i, -1): mask, ("mask", i, 0): mask}
         for i, x in enumerate(pytree.tree_leaves(out)):
             if can_be_marked(x):
-                found |= {("result", i, a): x for a in range(x.ndim)}
-        return found
+                reached |= {("result", i, a): x for a in range(x.ndim)}
+        return reached
 
     def _map(self, leaf: int, axis: int) -> dict[Target, Tensor]:
         """Returns where the indices of an axis go, if one-to-one: the source of each place, or -1."""
@@ -142,10 +142,10 @@ class BlockTracer:
         # A flipped boolean changes numbers, which must be real ones then.
         base = self._base if boolean else self._base_without_products
         with contextlib.nullcontext() if boolean else self._without_products:
-            found = self._reached(flat)
+            reached = self._reached(flat)
         changed = {}
         for target in targets:
-            x = found.get(target)
+            x = reached.get(target)
             if not can_be_marked(x):
                 continue
             if boolean and x.dtype != torch.bool:  # a flipped mask changes numbers, not into NaN

@@ -1,4 +1,4 @@
-"""What need not run for every patch: code between blocks that looks at nothing, and modules that give the same.
+"""Work that need not run for every patch: code between blocks that looks at nothing, and constant modules.
 
 Glue, the code between blocks, sees full shapes (`pipefusion/patch.py`), but most of it never looks into what a
 block returns: it hands it to the next. One run with stubbed blocks follows every result as an object through it:
@@ -26,6 +26,7 @@ Of modules inside each other the outermost one is stored. What is changed in pla
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -240,10 +241,6 @@ StoredShapes = dict[Place, tuple[Any, ...] | None]
 """Shapes of the arguments in a run on all tokens, by place."""
 
 
-class _UnlikeError(Exception):
-    """Calls of blocks that repeat others in one run do not in another."""
-
-
 def find_invariants(
     run: Run,
     model: nn.Module,
@@ -253,56 +250,36 @@ def find_invariants(
     t: Tensor,
     other_t: Tensor,
 ) -> tuple[StoredShapes, StoredShapes]:
-    """Finds the places whose results are the same in every step, and those that are so within one."""
-    given = run, model, blocks, latents, t, other_t
-    try:
-        return _find_invariants(*given, lambda: RepeatedCalls(kinds, by_value=True))
-    except _UnlikeError:
-        return _find_invariants(*given, lambda: None)
+    """Finds the places whose results are the same in every step, and those that are so within one.
 
-
-def _find_invariants(
-    run: Run,
-    model: nn.Module,
-    blocks: list[str],
-    latents: Tensor,
-    t: Tensor,
-    other_t: Tensor,
-    repeats: Callable[[], RepeatedCalls | None],
-) -> tuple[StoredShapes, StoredShapes]:
+    None where calls of blocks that are equal in one run are not in another: their results stand for each other.
+    """
     between, inside = _around_blocks(model, blocks)
     names = between | {n for n in inside if any(True for _ in model.get_submodule(n).parameters())}
     unknown = torch.full_like(latents, float("nan"))
 
-    sources: list[int] = []
-    called: list[str] = []
-
-    def record(x: Tensor, at: Tensor, among: _Calls | None = None) -> _Calls:
-        recorder = _CallRecorder(among, repeats())
+    def record(x: Tensor, at: Tensor, among: _Calls | None = None) -> _CallRecorder:
+        recorder = _CallRecorder(among, RepeatedCalls(kinds, by_value=True))
         # What is not known stays so; equal numbers are looked for in the rest.
         with WithoutProducts(exactly=True), forward_replaced(model, names, recorder.make):
             run(x, at, recorder.wrap_block, all_to_all)
-        if among is None:
-            sources.extend(recorder.sources)
-            called.extend(recorder.called)
-        elif recorder.sources != sources:
-            raise _UnlikeError
-        return recorder.calls
+        return recorder
 
-    here = record(unknown, t)
+    first = record(unknown, t)
+    here, sources, called = first.calls, first.sources, first.called
     known, later = record(latents, t, here), record(unknown, other_t, here)
-    in_step, in_request = _same(here, known), set[Place]()
+    in_step, in_request = _same(here, known.calls), set[Place]()
+    others = [known, later]
     if not torch.equal(t, other_t):
         dtype = t.dtype if t.is_floating_point() else torch.get_default_dtype()
-        try:
+        with contextlib.suppress(Exception):  # not every model can take NaN
             timeless = record(unknown, torch.full_like(t, float("nan"), dtype=dtype), here)
-        except _UnlikeError:
-            raise
-        except Exception:  # not every model can take NaN
-            timeless = {}
-        if timeless.keys() == here.keys():
-            unreached = {place for place, call in timeless.items() if call.copies}
-            in_request = in_step & _same(here, later) & unreached
+            others.append(timeless)
+            if timeless.calls.keys() == here.keys():
+                unreached = {place for place, call in timeless.calls.items() if call.copies}
+                in_request = in_step & _same(here, later.calls) & unreached
+    if any(other.sources != sources for other in others):
+        return StoredShapes(), StoredShapes()
     constants, step_constants, turns = StoredShapes(), StoredShapes(), Counter[tuple[int, str]]()
     for place, call in here.items():
         if any(outer in in_step for outer in call.around):
@@ -363,13 +340,17 @@ class _CallRecorder:
     Args:
         among: Calls of an earlier run. Only what came out without NaN there is stored: of latents that are no NaN
             it would be every activation of the model, twice. None keeps all.
+        repeats: Answers repeated calls of blocks.
+
+    Attributes:
+        called: Names of blocks, in the order of their calls.
+        sources: For each call of a block the number of the one that ran in its place.
     """
 
-    def __init__(self, among: _Calls | None, repeats: RepeatedCalls | None) -> None:
+    def __init__(self, among: _Calls | None, repeats: RepeatedCalls) -> None:
         self.calls: _Calls = {}
-        self.called: list[str] = []  # names of blocks
-        self._repeats = repeats
-        self._among = among
+        self.called, self.sources = list[str](), repeats.sources
+        self._among, self._repeats = among, repeats
         self._block, self._inside = BETWEEN, False
         self._open: tuple[Place, ...] = ()
         self._turns: Counter[tuple[int, str]] = Counter()
@@ -378,16 +359,9 @@ class _CallRecorder:
         self._block, self._inside = self._block + 1, True
         self.called.append(name)
         try:
-            if self._repeats is None:
-                return forward(*args, **kwargs)
             return self._repeats.answer(name, args, kwargs, lambda: forward(*args, **kwargs))
         finally:
             self._inside = False
-
-    @property
-    def sources(self) -> list[int]:
-        """For each call of a block the number of the one that ran in its place."""
-        return [] if self._repeats is None else self._repeats.sources
 
     def make(self, name: str, forward: Forward) -> Forward:
 

@@ -1,4 +1,4 @@
-"""What is known of a model in order to run it in parts: plain data, for one shape of latents.
+"""The layout of a model: plain data by which it is run in parts, for one shape of latents.
 
 Which calls of blocks there are, which of their arguments and results run over tokens, who reads what between
 blocks, and what need not be computed for every part. One layout serves any number of patches. `probe.py` finds it
@@ -35,11 +35,6 @@ Units = range | tuple[range, ...]
 """Some units, in increasing order."""
 
 
-def ranges_of(units: Units) -> tuple[range, ...]:
-    """Returns units as ranges."""
-    return (units,) if isinstance(units, range) else units
-
-
 def text_token(number: int | Tensor) -> int | Tensor:
     """Returns the owner code of a text token; units are their own codes."""
     return _FIRST_TEXT - number
@@ -47,7 +42,7 @@ def text_token(number: int | Tensor) -> int | Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """What one run of the model computes: some tokens of some samples.
+    """Some tokens of some samples, which one run of the model computes.
 
     Attributes:
         units: Units of rows, one range or several; None means all tokens, text included.
@@ -164,7 +159,8 @@ class TokenAxis:
         index = None
         if part.units is not None:
             chosen = torch.zeros(self.size, dtype=torch.bool)
-            for units in ranges_of(part.units):
+            ranges = (part.units,) if isinstance(part.units, range) else part.units
+            for units in ranges:
                 chosen |= (self.owner >= units.start) & (self.owner < units.stop)
             text, number = self.owner <= _FIRST_TEXT, _FIRST_TEXT - self.owner
             k, n = part.text or (-1, 1)
@@ -229,7 +225,7 @@ class Block:
         input_samples: Axes of arguments that count samples.
         output_samples: Axes of results that count samples.
         results: Shape of every result, or its value if it is no tensor.
-        flops: Cost of the call, for splitting layers over ranks.
+        kind: Equal for calls that compute alike on arguments of the same shapes, which therefore take equally long.
     """
 
     name: str
@@ -244,7 +240,7 @@ class Block:
     cuts_samples: bool = False
     input_samples: dict[int, int] = field(default_factory=dict)
     output_samples: dict[int, int] = field(default_factory=dict)
-    flops: int = 0
+    kind: int = 0
 
     @property
     def axes(self) -> list[TokenAxis]:
@@ -287,11 +283,6 @@ class Block:
             shapes.append(TensorShape(tuple(shape), self.results[leaf].dtype))
         return shapes
 
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of all tokens it returns."""
-        return sum(shape.nbytes for shape in self.shapes(WHOLE))
-
 
 def without_memory(shape: TensorShape, fill: float, device: torch.device) -> Tensor:
     """Makes a tensor of one number for all, such as a placeholder."""
@@ -317,7 +308,7 @@ class LocalCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Glue:
-    """What code between blocks does with what it is given.
+    """Results that code between blocks only passes on, and modules there that can be run on some tokens.
 
     Attributes:
         passed: Results of blocks, as (call, leaf), that it only hands on to blocks and to local calls.

@@ -17,18 +17,17 @@ equal blocks run once (`repeats.py`). Weights do not matter, so placeholders wil
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import LayoutError
-from lightning_diffpipe.graph.calltree import Forward, operator_cost
+from lightning_diffpipe.graph.calltree import Forward
 from lightning_diffpipe.graph.versions import settings_digest
 from lightning_diffpipe.sampling.rehearsal import failing
 from lightning_diffpipe.sampling.request import Request
@@ -218,13 +217,13 @@ class _Probe:
     # --- 3: axes of arguments and results -----------------------------------------------------------
 
     def _blocks(self, owners: list[_Owners]) -> list[Block]:
-        known: dict[str, tuple[Block, Any]] = {}
+        known: dict[Hashable, tuple[Block, Any]] = {}
         blocks: list[Block] = []
 
         def wrap(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
             attention = owners[len(blocks)]
-            keys = [None if a is None else a.owner.tolist() for a in attention]
-            kind = f"{self._kinds.of(name, args, kwargs)} {keys}"
+            keys = [None if a is None else tuple(a.owner.tolist()) for a in attention]
+            kind = self._kinds.of(name, args, kwargs), *keys
             if kind not in known:
                 known[kind] = traced(name, forward, args, kwargs, attention)
             block, out = known[kind]
@@ -235,20 +234,26 @@ class _Probe:
         def traced(
             name: str, forward: Forward, args: Any, kwargs: Any, attention: _Owners
         ) -> tuple[Block, Any]:
-            flops, num_named = _Flops(), 0
+            sizes, num_named = list[AttentionSize](), 0
+
+            def sized(attend: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+                widths = q.shape[-1], v.shape[-1], q.element_size()
+                sizes.append(AttentionSize(q.shape[0], q.shape[1], k.shape[1], *widths))
+                return q
 
             def named(attend: Any, *tensors: Tensor, **options: Any) -> Tensor:
                 nonlocal num_named
                 num_named += 1
                 return attend(*tensors, **options)
 
-            with AttentionIntercepted(flops.attention), AttentionByName(named), flops:
+            with AttentionIntercepted(sized), AttentionByName(named):
                 out = forward(*args, **kwargs)
-            self._by_name &= num_named == len(flops.sizes)
+            self._by_name &= num_named == len(sizes)
             leaves, tree = pytree.tree_flatten(out)
             results = [TensorShape.of(x) if isinstance(x, Tensor) else x for x in leaves]
-            sizes = tuple(flops.sizes)
-            block = Block(name, results, tree, attention=attention, sizes=sizes, flops=flops.total)
+            block = Block(
+                name, results, tree, attention=attention, sizes=tuple(sizes), kind=len(known)
+            )
             BlockTracer(block, forward, *pytree.tree_flatten((args, kwargs))).trace()
             return block, out
 
@@ -302,26 +307,6 @@ class _Probe:
             AttentionIntercepted(attention or token_local([])),
         ):
             return self._denoise(latents, t)
-
-
-class _Flops(TorchDispatchMode):
-    """Counts the cost of a block, attention included although it is not run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-        self.sizes: list[AttentionSize] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.total += operator_cost(func, args, kwargs or {}, out)
-        return out
-
-    def attention(self, attend: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        self.total += 2 * q.numel() * k.shape[-2] * 2
-        widths = q.shape[-1], v.shape[-1], q.element_size()
-        self.sizes.append(AttentionSize(q.shape[0], q.shape[1], k.shape[1], *widths))
-        return q
 
 
 class _Touched(TorchFunctionMode):

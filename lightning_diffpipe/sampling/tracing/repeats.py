@@ -12,30 +12,21 @@ settings) on arguments of the same shapes with NaN at the same places.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
-import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from lightning_diffpipe.graph.layer import CONSTANT_TYPES
-from lightning_diffpipe.graph.versions import (
-    OF_EVERY_MODULE,
-    bytes_of,
-    plain_tensors,
-    settings_digest,
-)
+from lightning_diffpipe.graph.repeats import UnlikeError, described
+from lightning_diffpipe.graph.versions import OF_EVERY_MODULE, bytes_of, plain_tensors
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _DESCRIBED_OTHERWISE = {*OF_EVERY_MODULE, "forward", "_compiled_call_impl"}
-_OURS = __name__.partition(".")[0]  # such as a step cache, one object for all blocks
-_MOST_OBJECTS = 1000  # of a block that are looked into
 
 T = TypeVar("T")
 Marks = list[tuple[Tensor, Tensor | None]]
@@ -47,32 +38,38 @@ class BlockKinds:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules: dict[str, str] = {}
+        self._modules: dict[str, Hashable] = {}
         self._numbers = itertools.count()
         # Those of instances, before anything is wrapped around them.
         self._forwards = {m: own for m in model.modules() if (own := _own_forward(m)) is not None}
 
-    def of(self, name: str, args: Any, kwargs: Any) -> str:
-        """Returns the kind of a call: how its block computes, and on what shapes."""
-        if name not in self._modules:
-            described = self._described(self._model.get_submodule(name))
-            self._modules[name] = described.replace(f"{name}.", "")  # some objects know their place
+    def of(self, name: str, args: Any, kwargs: Any) -> Hashable:
+        """Returns the kind of a call: how its block computes, and on what shapes; of its own if nobody can tell."""
         flat, spec = pytree.tree_flatten((args, kwargs))
-        leaves = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in flat]
-        # Neither its class nor what it prints says what is in an object.
-        alone = "" if all(map(_is_plain, flat)) else next(self._numbers)
-        return f"{self._modules[name]} {spec} {leaves} {alone}"
+        try:
+            if name not in self._modules:
+                self._modules[name] = self._described(name)
+            leaves = [
+                (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else described(x) for x in flat
+            ]
+        except UnlikeError:
+            return next(self._numbers)
+        return self._modules[name], str(spec), tuple(leaves)
 
-    def _described(self, block: nn.Module) -> str:
-        found: list[Any] = [(key, _of_tensor(x)) for key, x in block.named_parameters()]
-        found += [(key, _of_tensor(x)) for key, x in block.named_buffers()]
-        seen: dict[int, str] = {}
-        for module in block.modules():
-            own = [(k, x) for k, x in vars(module).items() if k not in _DESCRIBED_OTHERWISE]
-            own += [(k, hook) for k in _HOOKS for hook in vars(module)[k].values()]
-            own.append(("forward", self._forwards.get(module)))
-            found.append([(key, _of_object(x, seen)) for key, x in own])
-        return f"{settings_digest(block)} {found}"
+    def _described(self, block: str) -> Hashable:
+        """Describes a block by its modules, their tensors, settings and hooks, or raises UnlikeError."""
+        parts = []
+        for name, module in self._model.get_submodule(block).named_modules(prefix=block):
+            held = vars(module)
+            settings = [(k, x) for k, x in held.items() if k not in _DESCRIBED_OTHERWISE]
+            settings += [(k, hook) for k in _HOOKS for hook in held[k].values()]
+            settings.append(("forward", self._forwards.get(module)))
+            tensors = (*module._parameters.items(), *module._buffers.items())
+            of_tensors = [(k, x if x is None else _of_tensor(x)) for k, x in tensors]
+            of_settings = [(k, described(x, name)) for k, x in settings]
+            inner = name.removeprefix(block)
+            parts.append((inner, type(module), tuple(of_tensors), tuple(of_settings)))
+        return tuple(parts)
 
 
 def _own_forward(module: nn.Module) -> Any:
@@ -82,49 +79,12 @@ def _own_forward(module: nn.Module) -> Any:
     return None if getattr(own, "__func__", None) is type(module).forward else own
 
 
-def _is_plain(x: Any) -> bool:
-    if isinstance(x, tuple):  # such as a shape
-        return all(map(_is_plain, x))
-    return isinstance(x, (Tensor, *CONSTANT_TYPES))
-
-
-def _of_tensor(x: Tensor) -> Any:
+def _of_tensor(x: Tensor) -> Hashable:
     """Describes a tensor of a block: whole numbers, such as indices, decide where values go, and others do not."""
-    kind = id(type(x)), x.dtype, tuple(x.shape)
+    kind = type(x), x.dtype, tuple(x.shape)
     if x.is_floating_point() or x.is_complex() or isinstance(x, nn.Parameter) or x.is_meta:
         return kind
-    return kind, [hashlib.sha256(bytes_of(each)).hexdigest() for each in plain_tensors(x)]
-
-
-def _of_object(x: Any, seen: dict[int, str]) -> Any:
-    """Describes an attribute: an object by its attributes, a function by its code, others by their identity."""
-    if isinstance(x, CONSTANT_TYPES):
-        return repr(x)
-    if isinstance(x, nn.Module):
-        return id(type(x))
-    if isinstance(x, Tensor):
-        return _of_tensor(x)
-    if id(x) in seen or len(seen) > _MOST_OBJECTS:
-        return seen.get(id(x), id(x))
-    seen[id(x)] = f"object {len(seen)}"
-    if isinstance(x, Mapping):
-        parts = [part for item in x.items() for part in item]
-    elif isinstance(x, list | tuple):
-        parts = list(x)
-    elif isinstance(x, functools.partial):
-        parts = [x.func, x.args, x.keywords]
-    elif isinstance(x, types.MethodType):
-        parts = [x.__func__, x.__self__]
-    elif isinstance(x, types.FunctionType):
-        cells = [c.cell_contents for c in x.__closure__ or () if c != types.CellType()]
-        return id(x.__code__), [
-            _of_object(p, seen) for p in (x.__defaults__, x.__kwdefaults__, *cells)
-        ]
-    elif isinstance(x, type) or not hasattr(x, "__dict__") or type(x).__module__.startswith(_OURS):
-        return id(x)
-    else:
-        parts = [part for item in vars(x).items() for part in item]
-    return id(type(x)), [_of_object(part, seen) for part in parts]
+    return kind, *(hashlib.sha256(bytes_of(each)).hexdigest() for each in plain_tensors(x))
 
 
 class RepeatedCalls:
@@ -137,20 +97,13 @@ class RepeatedCalls:
 
     def __init__(self, kinds: BlockKinds, by_value: bool = False) -> None:
         self._kinds, self._by_value = kinds, by_value
-        self._known: dict[str, list[tuple[Marks, int, Any]]] = {}
+        self._known: dict[Hashable, list[tuple[Marks, int, Any]]] = {}
         self._results: dict[int, weakref.ref[Tensor]] = {}  # of blocks
         self.sources: list[int] = []
         """For each call the number of the one that ran in its place."""
 
     def answer(self, name: str, args: Any, kwargs: Any, run: Callable[[], T]) -> T:
-        """Returns what a call makes, by running it or as an equal one before it.
-
-        Args:
-            name: Of the block.
-            args: Of the call.
-            kwargs: Of the call.
-            run: Runs it; returns its results, in a tree with anything else that is to be known of it.
-        """
+        """Runs a call of a block; returns the result, or a copy of that of an equal call before it."""
         kind, flat = self._kinds.of(name, args, kwargs), pytree.tree_leaves((args, kwargs))
         marks, here = self._marks(flat), len(self.sources)
         for before, source, answer in self._known.get(kind, ()):

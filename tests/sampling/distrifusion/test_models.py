@@ -172,32 +172,6 @@ def test_steps_are_timed_without_what_is_learned_about_the_model(name, tiny_mode
         assert 0 < statistics.step_s[0] <= statistics.total_s - took_s
 
 
-class Writing(torch.nn.Module):
-    """A model that writes the time into its text between two layers of it."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.first, self.second = model, *(torch.nn.Linear(12, 12) for _ in range(2))
-        self.double()
-
-    def forward(self, x, t, text):
-        text = text.clone()
-        key = self.first(text)
-        text += t[:, None, None] / 1000
-        return self.model(x, t, encoder_hidden_states=key + self.second(text))
-
-
-@pytest.mark.slow
-def test_texts_may_change_between_two_layers(tiny_models):
-    """History: bands of a synchronous step gave the second layer's result of the first step, in every step."""
-    tiny, text = tiny_models("sd"), normal(2, 7, 12, seed=3)
-    model = Writing(tiny.model)
-    request = request_for("sd", tiny)
-    request = replace(request, model=model, denoise=lambda x, t: model(x, t.expand(2), text)[0])
-    found, _ = emulate(request, 2, mode="synchronous")
-    assert relative(found, OneProcess().sample(request)) < 1e-12
-
-
 class Refining(torch.nn.Module):
     """Lets the tokens of a text attend to each other, and then those of the image to these and to each other."""
 
@@ -230,16 +204,6 @@ def test_texts_that_attend_to_themselves_leave_other_attention_as_it_is():
     request = replace(request, model=model, denoise=lambda x, t: model(x, text))
     found, _ = emulate(request, 2, mode="synchronous")
     assert relative(found, OneProcess().sample(request)) < 1e-12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sd", "pixart"])
-def test_hosts_do_not_wait_for_texts_that_stay_the_same_object(name, tiny_models, monkeypatch):
-    """History: the host waited for the GPU in the first cross-attention of every step."""
-    compared, equal = [], torch.equal
-    monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(a.shape) or equal(a, b))
-    emulate(request_for(name, tiny_models(name)), 2, warmup_steps=1)
-    assert not compared
 
 
 @pytest.mark.slow

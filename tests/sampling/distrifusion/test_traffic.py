@@ -234,33 +234,3 @@ def test_counted_bytes_and_messages_equal_the_formulas(name, rows, modes):
         received = sum((s.statistics.traffic.bytes_received for s in samplers), start=Counter())
         sent = sum((s.statistics.traffic.bytes_sent for s in samplers), start=Counter())
         assert received == sent, "something was sent that nobody read"
-
-
-def test_messages_shrink_with_the_range():
-    """895 messages per step of SDXL on eight ranks, one for each operator and peer, were grouped."""
-    norms = tuple(BandOperator.norm(2, 32) for _ in range(52))
-    attentions = tuple(BandOperator.attention(2, 1024, 1280, 2) for _ in range(70))
-    halos = tuple(BandOperator.convolution(2, 320, 128, 1, 1, 2) for _ in range(50))
-
-    def per_step(calls_per_message):
-        plan = [
-            DistriFusionPlan(
-                norms + attentions + halos, 0, (16,) * 8, steps, 1,
-                calls_per_message=calls_per_message,
-            ).messages_sent(3)
-            for steps in (11, 10)
-        ]  # fmt: skip
-        return sum((plan[0] - plan[1]).values()) - 7  # the prediction
-
-    assert per_step(1) == 7 * 122 + 2 * 50
-    assert per_step(16) == 7 * (4 + 5) + 2 * 4
-
-
-def test_published_volume_of_sdxl():
-    """Elements received by one of 8 ranks per step at 1024 px and batch 2 (DistriFusion, table 4: 0.42 G)."""
-    calls = [BandOperator.attention(2, 4096, 640, 1)] * 10
-    calls += [BandOperator.attention(2, 1024, 1280, 1)] * 60
-    plan = DistriFusionPlan(tuple(calls), 2 * 4 * 128 * 128, (16,) * 8, 2, 1)
-    sent = plan.bytes_sent(3)
-    assert sent["key_value"] == 367_001_600
-    assert sent["prediction"] == 2 * 114_688

@@ -114,5 +114,5 @@ def test_more_ranks_in_a_stage_than_heads():
 
 
 def test_an_unknown_way_to_share_tokens():
-    with pytest.raises(ConfigurationError, match="sequence_mode='star' is unknown; choose one of"):
+    with pytest.raises(ConfigurationError, match="sequence_mode='star'; choose ulysses or ring"):
         PipeFusion(build("pixart").model, sequence_mode="star")

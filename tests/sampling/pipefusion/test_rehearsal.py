@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
-from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel, sequence_parallel
+from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel, sampler
 from lightning_diffpipe.sampling.pipefusion import sampler as pipefusion
 from lightning_diffpipe.sampling.rehearsal import tolerance_of
 from tests.sampling.models import STEPS, build, knowing, request_for, sample_plainly, too_large
@@ -95,9 +95,9 @@ def test_numbers_made_of_shapes_are_refused_where_ranks_share_tokens():
 
 @pytest.mark.slow
 def test_shared_tokens_are_rehearsed_once_for_each_layout(monkeypatch):
-    rehearsals, rehearse = [], sequence_parallel.rehearse_sharing
+    rehearsals, rehearse = [], sampler.rehearse_sharing
     monkeypatch.setattr(
-        sequence_parallel,
+        sampler,
         "rehearse_sharing",
         lambda *args: (rehearsals.append(args), rehearse(*args)),
     )
@@ -110,7 +110,7 @@ def test_shared_tokens_are_rehearsed_once_for_each_layout(monkeypatch):
 
     _, samplers = sample_together("sd3", build("sd3"), 2, Twice)
     assert len(rehearsals) == 2, "one on each rank"
-    assert [len(sampler._rehearsed) for sampler in samplers] == [1, 1], "all know"
+    assert [len(each._rehearsed) for each in samplers] == [1, 1], "all know"
 
 
 @pytest.mark.slow

@@ -18,10 +18,9 @@ from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     merged,
 )
 from lightning_diffpipe.sampling.request import OneProcess
-from lightning_diffpipe.sampling.tracing.layout import AttentionSize
 from tests.sampling.models import MODELS, build, normal, pixart, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
-from tests.sampling.traffic import ring_bytes, sequence_bytes, ulysses_bytes
+from tests.sampling.traffic import sequence_bytes
 
 FAST = ("lumina2",)
 CASES = [
@@ -145,18 +144,6 @@ def test_more_ranks_than_rows():
     small = tiny._replace(latents=tiny.latents[:, :, :2])
     with pytest.raises(ConfigurationError, match="between 1 and 1"):
         sample_together("pixart", small, 2, SequenceParallel)
-
-
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_formulas_for_even_parts(n):
-    """4 (N - 1) / N e B t h for Ulysses, 2 (N - 1) e B t h for a ring: of all ranks, per call."""
-    size = AttentionSize(
-        batch=2, heads=16, key_heads=16, head_size=8, value_size=8, element_bytes=2
-    )
-    tokens, width = 64, 16 * 8
-    payload = 2 * 2 * tokens * width
-    assert ulysses_bytes(size, [tokens // n] * n) == 4 * (n - 1) * payload // n
-    assert ring_bytes(size, [tokens // n] * n) == 2 * (n - 1) * payload
 
 
 @pytest.mark.parametrize("mode", SEQUENCE_MODES)

@@ -177,7 +177,7 @@ def as_data(layout):
 
     blocks = [
         (
-            b.name, b.num_text, b.flops, b.input_samples, b.output_samples,
+            b.name, b.num_text, b.kind, b.input_samples, b.output_samples,
             {leaf: axis(t) for leaf, t in sorted(b.inputs.items())},
             {leaf: axis(t) for leaf, t in sorted(b.outputs.items())},
             [axis(t) for t in b.attention],

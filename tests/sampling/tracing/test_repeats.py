@@ -57,8 +57,8 @@ class Setting:
         self.value = value
 
 
-def times(n):
-    return lambda x: x * n
+def scaled_by(factor):
+    return lambda x: x * factor
 
 
 def prepared(change, value):
@@ -73,7 +73,7 @@ def prepared(change, value):
         lambda block, value: setattr(block, "processor", Setting(value)),
         lambda block, value: setattr(block, "processor", {"scale": [value]}),
         lambda block, value: setattr(block, "act", functools.partial(torch.mul, value)),
-        lambda block, value: setattr(block, "forward", times(value)),
+        lambda block, value: setattr(block, "forward", functools.partial(torch.mul, value)),
         lambda block, value: block.register_forward_hook(functools.partial(max, value)),
         lambda block, value: block.register_buffer("index", torch.tensor([value, 0])),
         lambda block, value: block.to([torch.float16, torch.float32, torch.float64][value]),
@@ -86,10 +86,17 @@ def test_blocks_differ_by_objects_functions_hooks_buffers_and_types(change):
     assert first == second != third
 
 
-def test_calls_on_objects_are_never_equal():
+def test_calls_on_objects_are_equal_if_all_that_is_in_these_is():
     x, kinds = torch.ones(2), BlockKinds(nn.ModuleList(map(Scaled, (1, 1))))
     assert kinds.of("0", (x, x.shape), {}) == kinds.of("1", (x, x.shape), {})
+    assert kinds.of("0", (x, Setting(1)), {}) == kinds.of("1", (x, Setting(1)), {})
+    assert kinds.of("0", (x, Setting(1)), {}) != kinds.of("1", (x, Setting(2)), {})
     assert kinds.of("0", (x, Setting(x)), {}) != kinds.of("1", (x, Setting(x)), {})
+    blocks = nn.ModuleList(map(Scaled, (1, 1)))
+    for block in blocks:
+        block.act = scaled_by(block.factor)
+    kinds = BlockKinds(blocks)
+    assert kinds.of("0", (x,), {}) != kinds.of("1", (x,), {}), "nobody looks into closures"
 
 
 def test_where_numbers_matter_only_results_of_blocks_may_be_other_tensors():

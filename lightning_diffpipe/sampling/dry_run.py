@@ -1,0 +1,528 @@
+"""Dry runs: the steps of a pipeline's loop and its rows, found without computing anything of the denoiser.
+
+Rank 0, which has all parts, runs the pipeline's call with a denoiser that predicts zeros. That records what the
+parts answer (`record.py`), counts the steps, shows what the denoiser is called with, and tells by NaN whether the
+loop's own code brings rows together: a `Call`.
+
+Ranks that divide samples, or the two branches of guidance, give the denoiser some of its rows. Sizes do not say
+which: a text may have as many tokens as there are rows, frames may lie in the batch, both branches of a sample may
+follow each other. So further runs observe it:
+
+    one sample more        what grows with the samples has rows of them, and nothing else has
+    NaN in the last one    what becomes NaN is its rows; what still is NaN at the end the last step does not tell
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import itertools
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.sampling.call import Call, Phase, Samples
+from lightning_diffpipe.sampling.loop import (
+    PipelineCall,
+    Prediction,
+    Step,
+    attention_processors,
+    latents_name,
+    predicted_zeros,
+    restored,
+    same,
+    settings_restored,
+    snapshot,
+)
+from lightning_diffpipe.sampling.record import LoopEnds, Record, copied
+
+_OF_PROMPTS = ("prompt", "prompts", "class_labels", "prompt_embeds")
+_PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
+_NAN = float("nan")
+_log = logging.getLogger(__name__)
+
+
+class InseparableError(Exception):
+    """Why it cannot be told which rows belong to which sample."""
+
+
+def dry_run_of(call: PipelineCall) -> Call:
+    """Runs the call on the rank that has all parts, without computing anything but what is before the loop.
+
+    Raises:
+        ConfigurationError: It runs no loop of denoiser calls and scheduler steps, or not with this scheduler.
+        Exception: What the pipeline's own checks raise.
+    """
+    first = _ObservedRun(_quiet(call), None)
+    request, record, num_steps = first.request, first.record, len(first.timesteps)
+    if not request.phases:
+        raise ConfigurationError(
+            f"{call.name} ran {num_steps} scheduler steps with no call of its "
+            f"{call.denoisers[0]} before one; a loop that can be sampled has at least one of each"
+        )
+    in_loop = record.in_loop
+    if in_loop:  # which of these are controls?
+        record.controls = {n: {} for n in in_loop if isinstance(call.parts[n], nn.Module)}
+        again = _ObservedRun(request.pipeline, num_steps)
+        if record.controls.keys() < in_loop:
+            again = _ObservedRun(request.pipeline, num_steps)
+        request.phases = again.request.phases
+    mixes = frozenset(
+        what
+        for what in ("latents", "predictions")
+        if (what == "latents" and in_loop - record.controls.keys())
+        or mixes_rows(request.pipeline, min(2, num_steps), what)
+    )
+    rows, decoded = len(request.whole), record.num_decoded
+    return replace(
+        request,
+        pipeline=replace(call, record=record),
+        timesteps=torch.stack([torch.as_tensor(t).reshape(-1)[0] for t in first.timesteps]),
+        num_samples=decoded if decoded and rows % decoded == 0 else rows,
+        mixes=mixes,
+    )
+
+
+def _quiet(call: PipelineCall) -> PipelineCall:
+    """Returns a call for trials, without callbacks: what these ask for is checked before there are true latents."""
+    callbacks = {n for n, v in call.arguments.items() if n.startswith("callback") and callable(v)}
+    others = {n: v for n, v in call.arguments.items() if n not in callbacks}
+    return replace(call, arguments=restored(snapshot(others)))  # whose generators are used up
+
+
+class _ObservedRun:
+    """A run with zeros as predictions: its steps, and how they call denoisers.
+
+    Args:
+        call: The pipeline's call.
+        num_steps: Steps after which the run ends; None runs and records all of the call.
+
+    Attributes:
+        request: A `Call` of what the run has shown.
+        record: Answers of the parts, if they are recorded.
+        timesteps: One for each step.
+    """
+
+    def __init__(self, call: PipelineCall, num_steps: int | None) -> None:
+        nothing = torch.empty(0)
+        self.record, self.timesteps = Record(), list[Any]()
+        self.request = Call(replace(call, record=self.record), [], nothing, nothing, None, 0)
+        self._parts, self._num_steps = call.parts, num_steps
+        self._processors = attention_processors(call.parts)
+        self._calls: dict[str, list[dict[str, Any]]] = {}  # since the last step, by denoiser
+        self._is_looping = self._predicts_more = False
+        recorded = self.record if num_steps is None else None
+        _run(call, self._on_denoise, self._on_step, recorded, lambda: self._is_looping)
+
+    def _on_denoise(self, name: str, arguments: dict[str, Any]) -> Any:
+        self._is_looping = True
+        self.record.in_loop |= self.record.asked_last
+        self._calls.setdefault(name, []).append(copied(arguments))  # pipelines may write into them
+        out = predicted_zeros(self._parts[name], arguments, _NAN)
+        self._predicts_more = bool(out[0].isnan().any())  # channels beyond those of the latents
+        return out
+
+    def _on_step(self, step: Step) -> Any:
+        if not self.timesteps:
+            self._note_start(step)
+        self._note_calls(step)
+        self.timesteps.append(step.timestep)
+        self._calls.clear()
+        if len(self.timesteps) == self._num_steps:
+            raise LoopEnds
+        return step.take(step.prediction.nan_to_num())
+
+    def _note_start(self, step: Step) -> None:
+        _refuse_predicted_variance(step)
+        request = self.request
+        request.whole, request.scheduler = step.sample, copy.deepcopy(step.scheduler)
+        request.scheduler.__class__ = type(step.scheduler).__mro__[1]
+        request.by_place = attention_processors(self._parts) != self._processors
+        request.step_arguments = copied(snapshot(step.options))
+        if self._predicts_more and not step.prediction.isnan().any():
+            request.channels = step.sample.shape[1]
+
+    def _note_calls(self, step: Step) -> None:
+        phases, denoisers = self.request.phases, tuple(sorted(self._calls))
+        calls = list(itertools.chain(*self._calls.values()))
+        if calls and not (phases and phases[-1].goes_on(denoisers, calls)):
+            start = len(self.timesteps) if phases else 0
+            steps_before = [0] * (len(self.timesteps) - start)
+            phases.append(Phase(denoisers, step.sample.shape, start, num_calls=steps_before))
+        if not phases:
+            return
+        phase = phases[-1]
+        phase.num_calls.append(len(calls))
+        if calls:
+            last = _as_first(phase.calls[0], phase.calls[-1], calls) if phase.calls else calls
+            phase.calls = [*phase.calls[:1], last]
+
+
+def _as_first(first: Any, before: Any, now: Any) -> Any:
+    """Returns arguments of a step, in which what has been the same in all steps is the object of the first."""
+    flat, spec = pytree.tree_flatten(now)
+    (ones, one_spec), (others, other_spec) = map(pytree.tree_flatten, (first, before))
+    if not one_spec == other_spec == spec:
+        return now
+    kept = [a if a is b and same(a, c) else c for a, b, c in zip(ones, others, flat, strict=True)]
+    return pytree.tree_unflatten(kept, spec)
+
+
+def _refuse_predicted_variance(step: Step) -> None:
+    """Raises ConfigurationError if the scheduler takes a variance that the pipeline cuts off a prediction."""
+    plain = type(step.scheduler).__mro__[1]
+    if "variance_type" not in inspect.signature(plain.__init__).parameters:
+        return  # a config keeps settings of the scheduler it was made from
+    kind = step.scheduler.config.variance_type
+    if kind in ("learned", "learned_range") and (
+        step.prediction.shape[1] != 2 * step.sample.shape[1]
+    ):
+        raise ConfigurationError(
+            f"{plain.__name__} with variance_type={kind} takes a variance that the model predicts, but this "
+            "pipeline hands it none; write variance_type=fixed_small into scheduler/scheduler_config.json, or "
+            "take another scheduler"
+        )
+
+
+def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:
+    """Finds by NaN in half of them whether the loop's own code brings rows of latents or predictions together."""
+    is_mixed, num_left = False, num_steps
+    before = torch.empty(0)  # latents after the last step
+
+    def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
+        nonlocal is_mixed
+        given = arguments[latents_name(arguments)]
+        if what == "latents" and (given.ndim == before.ndim or given.ndim > before.ndim >= 4):
+            axis = 1 if given.ndim == 3 else -2
+            size = before.shape[axis] // 2
+            is_mixed |= bool(given.narrow(axis, size, given.shape[axis] - size).isnan().any())
+        zeros = predicted_zeros(call.parts[name], arguments)
+        noise = [_random(x, len(x)) for x in zeros]
+        return Prediction(map(_half_marked, noise) if what == "predictions" else noise)
+
+    def on_step(step: Step) -> Any:
+        nonlocal is_mixed, num_left, before
+        marked = _half_marked(torch.zeros_like(step.prediction)).isnan()
+        is_mixed |= bool((step.prediction.isnan() & ~marked).any())
+        num_left -= 1
+        if is_mixed or not num_left:
+            raise LoopEnds
+        before = step.sample.nan_to_num()
+        return step.answer(_half_marked(before) if what == "latents" else before)
+
+    _run(call, on_denoise, on_step)
+    return is_mixed
+
+
+def _run(
+    call: PipelineCall, *given: Any, after: Callable[[Any], None] = lambda result: None
+) -> None:
+    """Runs a call up to the end of its loop, with generators as they were after it; see `PipelineCall.run`."""
+    devices = [call.device] if call.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.no_grad(), contextlib.suppress(LoopEnds):
+        after(call.run(*given))
+
+
+def _random(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=generator).to(like)
+
+
+def _half_marked(x: Tensor) -> Tensor:
+    """Returns a copy with NaN in the first half of the rows, or of the tokens."""
+    axis = 1 if x.ndim == 3 else -2
+    x = x.clone()
+    x.narrow(axis, 0, x.shape[axis] // 2).fill_(_NAN)
+    return x
+
+
+# ------------------------------------------------------------------------------------ samples
+
+
+def observe_samples(call: Call) -> Call:
+    """Returns the call with what is observed of its samples, on the rank that has all parts.
+
+    Ranks that divide samples or branches of guidance have to know. Text encoders run once more, on one more sample.
+    """
+    num = math.prod(count_samples(call.pipeline.arguments))
+    samples = Samples(num)
+    try:
+        with settings_restored(call.pipeline.parts):
+            samples = replace(samples, copies=len(call.steps[0]) == 2 and _copies(call))
+            rows_per_sample, name = _growing(call, num)
+            inner = inner_of(rows_per_sample, name, 1, call.steps[0][0])
+            samples = replace(samples, inner=inner)
+            if num > 1:
+                latents, inputs = _orders(call, num)
+                inner = inner_of(rows_per_sample, name, inputs, call.steps[0][0])
+                samples = replace(samples, inner=inner, latents=latents, inputs=inputs)
+    except InseparableError as error:
+        samples = replace(samples, reason=str(error))
+        _log.warning(
+            "samples of %s cannot be divided, so that one rank computes all: %s",
+            call.pipeline.name,
+            error,
+        )
+    return replace(call, samples_in=samples)
+
+
+def _copies(call: Call) -> bool:
+    """Returns whether the second of two predictions comes too late to be put into the first in place."""
+    answers, is_copied = list[Tensor](), False
+
+    def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
+        out = predicted_zeros(call.pipeline.parts[name], arguments)
+        answers.append(out[0])
+        answers[0].fill_(_NAN if len(answers) == 1 else 0)
+        return out
+
+    def on_step(step: Step) -> Any:
+        nonlocal is_copied
+        is_copied = bool(step.prediction.isnan().any())
+        raise LoopEnds
+
+    _run(_quiet(call.pipeline), on_denoise, on_step)
+    return is_copied
+
+
+def _growing(call: Call, num: int) -> tuple[dict[str, int], str]:
+    """Returns rows of the denoiser's arguments for each sample, and which argument has the latents."""
+    here = _quiet(call.pipeline)
+    known = inspect.signature(getattr(type(here.pipeline), here.method)).parameters
+    reason: Exception | None = None
+    for num_more, arguments in with_more_samples(here.arguments, known):
+        record = replace(here.record, answers={})
+        try:
+            run = _ObservedRun(
+                replace(here, arguments=arguments, record=record), len(call.timesteps)
+            )
+            rows = dict[str, int]()
+            for one, other in zip(call.phases, run.request.phases, strict=True):
+                calls = zip(itertools.chain(*one.calls), itertools.chain(*other.calls), strict=True)
+                for pair in calls:
+                    of_call = growing(*pair, num, num_more)
+                    rows |= {n: max(each, rows.get(n, 0)) for n, each in of_call.items()}
+            name = latents_name(call.steps[0][0])
+            if rows[name] and len(run.request.whole) * num == len(call.whole) * num_more:
+                return rows, name
+            reason = reason or InseparableError("latents have as many rows for more samples")
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            reason = reason or error
+    raise InseparableError(str(reason)) from reason
+
+
+def _orders(call: Call, num: int) -> tuple[int, int]:
+    """Returns the orders of rows of the latents and of the denoiser's input (`Samples.rows`).
+
+    Raises:
+        InseparableError: No order explains which rows the last sample reaches.
+    """
+    reason = InseparableError("its latents have rows of other things than samples")
+    for inner in range(1, len(call.whole) // num + 1):
+        try:
+            if len(call.whole) % (num * inner) == 0:
+                return inner, _MarkedSampleRun(call, num, inner).inputs
+        except InseparableError as error:
+            reason = error
+    raise reason
+
+
+class _MarkedSampleRun:
+    """A run in which the last sample is NaN after each step, and must reach nothing but its own rows.
+
+    Args:
+        call: The request.
+        num: Its samples.
+        inner: Order of the rows of the latents that is tried.
+
+    Attributes:
+        inputs: Order of the rows of the denoiser's input.
+
+    Raises:
+        InseparableError: Other rows are reached, so that this order is wrong, or samples are mixed.
+    """
+
+    def __init__(self, call: Call, num: int, inner: int) -> None:
+        self._num, self._inner, self.inputs = num, inner, 1
+        self._num_steps = self._num_left = len(call.timesteps)
+        parts = self._parts = dict(call.pipeline.parts)
+        for name, part in parts.items():
+            if isinstance(part, nn.Module) and hasattr(part, "decode"):
+                parts[name] = copy.copy(part)
+                vars(parts[name])["decode"] = self._decode
+        run = replace(_quiet(call.pipeline), parts=parts)
+        _run(run, self._on_denoise, self._on_step, after=self._refuse_marked)
+
+    def _on_denoise(self, name: str, arguments: dict[str, Any]) -> Any:
+        given = arguments[latents_name(arguments)]
+        zeros = predicted_zeros(self._parts[name], arguments)[0]
+        out = _random(zeros, self._num_left)
+        if self._num_left < self._num_steps:
+            rows = rows_with_nan(given)
+            self.inputs = self._order_of(rows, len(given))
+            out[sorted(rows)] = _NAN
+        elif self._num_left == 1 and len(given) > self._num:
+            raise InseparableError("one step does not show the order of rows of its guidance")
+        return Prediction((out,))
+
+    def _on_step(self, step: Step) -> Any:
+        marked = Samples(self._num).rows(len(step.sample), self._inner, {self._num - 1})
+        if not rows_with_nan(step.prediction) | rows_with_nan(step.sample) <= set(marked):
+            raise InseparableError("its loop brings samples together")
+        self._num_left -= 1
+        after = _random(step.sample, self._num_left)
+        if self._num_left > 0:
+            after[marked] = _NAN
+        return step.answer(after)
+
+    def _order_of(self, rows: Collection[int], size: int) -> int:
+        """Returns the order in which these, of `size` rows, are those of the last sample."""
+        for inner in range(1, size // self._num + 1):
+            if Samples(self._num).rows(size, inner, {self._num - 1}) == sorted(rows):
+                return inner
+        raise InseparableError("the pipeline's own code brings samples together")
+
+    def _decode(self, *args: Any, **options: Any) -> Any:
+        self._refuse_marked(args, options)
+        raise LoopEnds
+
+    def _refuse_marked(self, *values: Any) -> None:
+        leaves = [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
+        if any(bool(x.isnan().any()) for x in leaves):
+            raise InseparableError("what it draws is not known from its last step alone")
+
+
+def count_samples(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns how many prompts a pipeline is given, and how many samples it draws of each."""
+    given = [arguments[name] for name in _OF_PROMPTS if arguments.get(name) is not None]
+    prompts = len(given[0]) if given and isinstance(given[0], list | tuple | Tensor) else 1
+    each = [arguments[name] for name in _PER_PROMPT if arguments.get(name)]
+    return arguments.get("batch_size") or prompts, each[0] if each else 1
+
+
+def with_more_samples(
+    arguments: Mapping[str, Any], known: Collection[str]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields arguments of a pipeline for more samples, with their number: the first that can be drawn will do.
+
+    Args:
+        arguments: Of the request.
+        known: Names of all that the pipeline takes.
+    """
+    prompts, each = count_samples(arguments)
+
+    def of(num: int, changed: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        others = dict(arguments) | dict(changed)
+        if isinstance(others.get("generator"), list):
+            others["generator"] = others["generator"][0]
+        if isinstance(start := others.get("latents"), Tensor):
+            others["latents"] = torch.cat([start, start])[: len(start) // (prompts * each) * num]
+        return num, others
+
+    def longer(kinds: type | tuple[type, ...]) -> dict[str, Any]:
+        lists = {
+            n: [*v, v[0]]
+            for n, v in arguments.items()
+            if isinstance(v, list) and len(v) == prompts and isinstance(v[0], kinds)
+        }
+        if "batch_size" in arguments:
+            lists["batch_size"] = prompts + 1
+        return lists
+
+    tensors = {
+        name: torch.cat([v, v[:1]])
+        for name, v in arguments.items()
+        if isinstance(v, Tensor) and v.ndim and len(v) == prompts and name != "latents"
+    }
+    every = longer(object) | tensors
+    numbers = {n for n, v in every.items() if isinstance(v, list) and isinstance(v[0], int | float)}
+    # Two layers to skip are not those of two prompts, unless the pipeline wants three for three.
+    if numbers := numbers.difference(_OF_PROMPTS):
+        yield of((prompts + 1) * each, {n: v for n, v in every.items() if n not in numbers})
+    yield of((prompts + 1) * each, every)
+    plain = (str, int, float, list, tuple, dict, Tensor, torch.Generator, type(None))
+    alone = {n: [v] * (prompts + 1) for n, v in arguments.items() if not isinstance(v, plain)}
+    yield of((prompts + 1) * each, longer((str, int)))
+    yield of((prompts + 1) * each, longer(object) | tensors | alone)  # an image for each
+    for name in set(_PER_PROMPT) & set(known):  # where only one prompt is taken
+        yield of(prompts * (each + 1), {name: each + 1})
+
+
+def growing(one: Any, more: Any, num: int, num_more: int, place: str = "") -> dict[str, int]:
+    """Compares what is given for some samples and for more; returns rows for each sample, by place; 0 if shared.
+
+    Raises InseparableError if something has samples otherwise than in rows.
+    """
+    if isinstance(one, Tensor) and isinstance(more, Tensor):
+        sizes, sizes_more = list(one.shape), list(more.shape)
+    elif isinstance(one, list | tuple) and isinstance(more, list | tuple):
+        sizes, sizes_more = [len(one)], [len(more)]
+        if sizes == sizes_more:
+            inside = [(each, more[i], f"{place}.{i}") for i, each in enumerate(one)]
+            return _together(place, inside, num, num_more)
+    elif isinstance(one, dict) and isinstance(more, dict) and one.keys() == more.keys():
+        inside = [(v, more[n], f"{place}.{n}" if place else n) for n, v in one.items()]
+        return _together(place, inside, num, num_more)
+    elif type(one) is not type(more) or (isinstance(one, int | str) and one != more):
+        raise InseparableError(f"{place} is another for {num_more} samples than for {num}")
+    else:
+        return {}
+    if sizes == sizes_more:
+        return {place: 0}
+    if sizes[0] * num_more != sizes_more[0] * num or sizes[1:] != sizes_more[1:]:
+        raise InseparableError(
+            f"{place} has sizes {tuple(sizes)} for {num} samples and {tuple(sizes_more)} for {num_more}"
+        )
+    return {place: sizes[0] // num}
+
+
+def _together(place: str, inside: list[Any], num: int, num_more: int) -> dict[str, int]:
+    rows = {place: 0} if place else {}
+    for one, more, inner_place in inside:
+        rows |= growing(one, more, num, num_more, inner_place)
+    return rows
+
+
+def inner_of(places: Mapping[str, int], name: str, inputs: int, arguments: Any) -> dict[str, int]:
+    """Returns `inner` of all arguments of a call of the denoiser, given that of its latents.
+
+    Args:
+        places: Rows for each sample, from `growing`.
+        name: Of the argument with the latents.
+        inputs: `inner` of these.
+        arguments: Of that call.
+
+    Raises:
+        InseparableError: An argument has other rows than the latents, in an order that is not known.
+    """
+    inner = {}
+    for place, each in places.items():
+        times, rest = divmod(each, places[name])
+        if each <= 1 or (each == places[name]):
+            inner[place] = min(each, 1) * (inputs if each == places[name] else 1)
+            continue
+        value = arguments
+        for key in place.split("."):
+            value = value[key if isinstance(value, dict) else int(key)]
+        rows = value.unflatten(0, (-1, times)) if isinstance(value, Tensor) and not rest else None
+        if rows is None or not torch.equal(rows, rows[:, :1].expand_as(rows)):
+            raise InseparableError(
+                f"{place} has {each} rows for each sample, and {name} {places[name]}, in an order that is not known"
+            )
+        inner[place] = inputs * times
+    return inner
+
+
+def rows_with_nan(x: Tensor) -> set[int]:
+    """Returns the rows in which something is NaN."""
+    return set(x.isnan().flatten(1).any(1).nonzero().flatten().tolist())
