@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_diffpipe.profiling.measure import measure_profile
 from lightning_diffpipe.training import preparation
 from lightning_diffpipe.training.before_training import why_empty
-from tests.distributed.scenarios import quick_strategy, quiet_trainer
+from tests.distributed.scenarios import fit_module
 from tests.distributed.tiny import Data, TinyDiffusion
 
 
@@ -46,9 +46,7 @@ def test_a_second_fit_takes_the_times_of_the_first_and_says_what_took_how_long(c
     timed = mock.Mock(side_effect=measure_profile)
     with mock.patch("lightning_diffpipe.training.plan_source.measure_profile", timed):
         for batch_size in (4, 4, 8):
-            strategy = quick_strategy(num_stages=1, profile="measure")
-            trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=1)
-            trainer.fit(module, datamodule=Data(batch_size=batch_size))
+            fit_module(module, 1, Data(batch_size=batch_size), {"profile": "measure"}, max_steps=1)
             counts.append(timed.call_count)
     assert counts == [1, 1, 2]
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ready in")]
