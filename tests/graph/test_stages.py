@@ -209,18 +209,13 @@ def test_results_do_not_depend_on_folding_when_layers_draw():
     assert positions == ()
 
 
-def test_tied_weights_are_shared_between_their_stages():
-    root = Tied().double()
-    graph = check_stages(root, rows().double(), max_share=1 / 30)
-    shared = shared_parameters(graph, cut(graph, [3]))
-    assert shared == {"blocks.0.linear.weight": (0, 1)}
-
-
-def test_a_layer_called_twice_is_shared_between_its_stages():
-    root = Twice().double()
-    graph = check_stages(root, rows().double(), max_share=1 / 30)
-    shared = shared_parameters(graph, cut(graph, [6]))
-    assert shared.keys() == {n for n, _ in root.named_parameters()}
+@pytest.mark.parametrize(
+    ("tower", "position", "names"),
+    [(Tied, 3, {"blocks.0.linear.weight"}), (Twice, 6, {n for n, _ in Twice().named_parameters()})],
+)
+def test_tied_weights_and_layers_called_twice_are_shared_between_stages(tower, position, names):
+    graph = check_stages(tower().double(), rows().double(), max_share=1 / 30)
+    assert shared_parameters(graph, cut(graph, [position])) == dict.fromkeys(names, (0, 1))
 
 
 def test_long_skips_pass_through_the_stages_between():

@@ -309,13 +309,20 @@ def gathered_from(*rows):
     return lambda own: [list(row) for row in rows]
 
 
-def test_shares_move_to_the_rank_that_idles():
-    """Busy 4 s and 2 s, half a second for a group: 8 groups end together as 2 and 6."""
-    shares = GroupShares(2, gathered_from((6.0, 4.0, 0.5), (6.0, 2.0, 0.5)))
+@pytest.mark.parametrize(
+    ("step_s", "busy_s", "group_s", "num_steps", "counts"),
+    [
+        (6.0, (4.0, 2.0), 0.5, 4, (2, 6)),  # so 8 groups end together
+        (8.0, (4.0, 3.9), 1.0, 32, (4, 4)),  # little can be won
+    ],
+)
+def test_shares_move_to_the_rank_that_idles(step_s, busy_s, group_s, num_steps, counts):
+    rows = [(step_s, own_busy_s, group_s) for own_busy_s in busy_s]
+    shares = GroupShares(2, gathered_from(*rows))
     assert shares.counts(8) == (4, 4)
-    for _ in range(4):
-        shares.observe(6.0, 4.0, 2.0, 4, 8)
-    assert shares.counts(8) == (2, 6)
+    for _ in range(num_steps):
+        shares.observe(step_s, busy_s[0], 4 * group_s, 4, 8)
+    assert shares.counts(8) == counts
 
 
 def test_shares_that_prove_slower_are_left_for_good():
@@ -329,13 +336,6 @@ def test_shares_that_prove_slower_are_left_for_good():
         seen.append(shares.counts(8))
     assert seen.count((2, 6)) == 4, "from one look to the next"
     assert seen[-1] == (4, 4)
-
-
-def test_shares_stay_where_little_can_be_won():
-    shares = GroupShares(2, gathered_from((8.0, 4.0, 1.0), (8.0, 3.9, 1.0)))
-    for _ in range(32):
-        shares.observe(8.0, 4.0, 4.0, 4, 8)
-    assert shares.counts(8) == (4, 4)
 
 
 def test_what_happens_between_steps_now_and_then_moves_no_shares():

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.placement import is_placeholder, place_parameters
 from lightning_diffpipe.runtime.relay import RelayView
 from tests.graph.emulate import intercepted
@@ -168,35 +167,6 @@ def test_running_statistics_are_read_where_they_are_kept():
     root.norm.running_mean.fill_(3.0)
     assert torch.equal(results[0], validate(root))
     assert torch.equal(results[1], validate(root))
-
-
-def test_layers_draw_what_they_draw_in_one_process():
-    """History: every layer was seeded with the same state, so that three in a row drew the same numbers."""
-    root = Tower()
-    for index in (0, 1, 4):
-        root.blocks[index].dropout.p = 0.5
-    torch.manual_seed(0)
-    expected = validate(root)
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    results, _ = on_all_ranks(root, by_block, validate)
-    assert torch.equal(results[0], expected)
-    assert torch.equal(results[1], expected)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_gradient_through_layers_of_other_ranks_is_refused_on_all():
-    def take_gradient(module):
-        with torch.enable_grad():
-            x = rows().requires_grad_()
-            out = module.run(x)
-            with pytest.raises(GraphError, match=r"through blocks.5.*position 1 of the pipeline"):
-                torch.autograd.grad(out.sum(), x)
-        return out.detach()
-
-    root = Tower()
-    results, _ = on_all_ranks(root, by_block, take_gradient)
-    assert all(torch.equal(result, root.run(rows())) for result in results)
 
 
 def test_wrappers_for_the_relay_are_gone_afterwards():

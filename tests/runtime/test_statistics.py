@@ -8,10 +8,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.runtime.ownership import owners_of, require_one_home, warn_of_statistics
-from tests.graph.emulate import relative_error
-from tests.runtime.loopback import Loopback
-from tests.zoo import in_double
+from lightning_diffpipe.runtime.ownership import require_one_home, warn_of_statistics
 
 WIDTH = 6
 
@@ -43,33 +40,6 @@ class Twice(Normed):
 
 def step(module, batch):
     return module(batch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_frozen_layers_in_training_mode_see_all_samples_once(num_stages):
-    """History: every rank encoded its own microbatches, so that statistics were those of some samples, others on
-    every rank, and so were the encodings in validation.
-    """
-    torch.manual_seed(0)
-    with in_double():
-        alone, batch = Normed().double(), torch.randn(12, WIDTH)
-        with Loopback(alone, step, batch, num_stages, num_microbatches=4) as pipeline:
-            for index in range(2):
-                alone.zero_grad()
-                for part in batch.split(3):
-                    (step(alone, part) / 4).backward()
-                pipeline.zero_grad()
-                pipeline.run_step(batch, index)
-                expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-                assert relative_error(expected, pipeline.gradients())[0] < 1e-12
-    residents = [frozenset()] * len(pipeline.ranks)
-    owners = owners_of(nn.Module(), pipeline.pieces, residents, pipeline.placement)
-    expected = dict(alone.named_buffers())
-    assert set(owners) == {name for name in expected if not name.startswith("quiet")}
-    for name, owner in owners.items():
-        mine = pipeline.ranks[owner].module.get_buffer(name)
-        torch.testing.assert_close(mine, expected[name], rtol=1e-12, atol=1e-14, msg=name)
 
 
 def test_only_layers_that_keep_nothing_run_in_advance(caplog):
