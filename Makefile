@@ -99,7 +99,7 @@ SCHEDULE ?= 1f1b
 STAGES ?= 4
 MICROBATCHES ?= 8
 timeline: setup  ## print a schedule: SCHEDULE=1f1b STAGES=4 MICROBATCHES=8
-	@$(BIN)/python -m lightning_diffpipe.viewing $(SCHEDULE) $(STAGES) $(MICROBATCHES)
+	@$(BIN)/python -m lightning_diffpipe.viewing.text $(SCHEDULE) $(STAGES) $(MICROBATCHES)
 
 golden: setup  ## rewrite the golden timelines; the diff is the review
 	$(BIN)/python -m pytest -q tests/planning --update-golden

@@ -26,31 +26,20 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_diffpipe.callbacks import EMA, BubbleFilling, PipelineMonitor
-    from lightning_diffpipe.modules import ControlNetDiffusion, LatentDiffusion
-    from lightning_diffpipe.planning.plan import PipelinePlan
-    from lightning_diffpipe.planning.profile import ModelProfile
-    from lightning_diffpipe.planning.search import find_plan
-    from lightning_diffpipe.planning.simulator import simulate
-    from lightning_diffpipe.predictor import Predictor
-    from lightning_diffpipe.profiling import profile
-    from lightning_diffpipe.training.strategy import DiffPipeStrategy
+    from lightning_diffpipe.callbacks import EMA as EMA
+    from lightning_diffpipe.callbacks import BubbleFilling as BubbleFilling
+    from lightning_diffpipe.callbacks import PipelineMonitor as PipelineMonitor
+    from lightning_diffpipe.modules import ControlNetDiffusion as ControlNetDiffusion
+    from lightning_diffpipe.modules import LatentDiffusion as LatentDiffusion
+    from lightning_diffpipe.planning.plan import PipelinePlan as PipelinePlan
+    from lightning_diffpipe.planning.profile import ModelProfile as ModelProfile
+    from lightning_diffpipe.planning.search import find_plan as find_plan
+    from lightning_diffpipe.planning.simulator import simulate as simulate
+    from lightning_diffpipe.predictor import Predictor as Predictor
+    from lightning_diffpipe.profiling import profile as profile
+    from lightning_diffpipe.training.strategy import DiffPipeStrategy as DiffPipeStrategy
 
-__all__ = [
-    "EMA",
-    "BubbleFilling",
-    "ControlNetDiffusion",
-    "DiffPipeStrategy",
-    "LatentDiffusion",
-    "ModelProfile",
-    "PipelineMonitor",
-    "PipelinePlan",
-    "Predictor",
-    "find_plan",
-    "profile",
-    "simulate",
-]
-
+# Modules of the public names, which are imported when they are asked for.
 _HOMES = {
     "BubbleFilling": "callbacks",
     "EMA": "callbacks",
@@ -75,20 +64,14 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
-def _make_strategy(**arguments: Any) -> DiffPipeStrategy:
-    from lightning_diffpipe.training.strategy import DiffPipeStrategy
-
-    return DiffPipeStrategy(**arguments)
+    return sorted({*globals(), *_HOMES})
 
 
 def _register(registry: Any) -> None:
     if "diffpipe" not in registry:
         registry.register(
             "diffpipe",
-            _make_strategy,
+            lambda **arguments: __getattr__("DiffPipeStrategy")(**arguments),
             description="Trains diffusion models as a pipeline with frozen encoders shared by all ranks",
         )
 

@@ -74,27 +74,27 @@ def newest(
     Args:
         files: Candidates; links count as what they point to.
         to_train: Training shall go on, so files of weights alone do not count.
-        weights_only: As of `torch.load`.
+        weights_only: Argument of `torch.load`.
 
     Raises:
         CheckpointError: There are files, and none of them can be read; says why of the newest.
     """
-    found, unreadable = None, None
+    newest_readable, unreadable = None, None
     there = {path.resolve() for path in files if path.is_file() or is_sharded(path)}
     for path in sorted(there, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True):
         try:
             step = look_at(path, to_train, weights_only).get("global_step", 0)
         except CheckpointError as error:
-            unreadable = unreadable or (error if found is None else None)
+            unreadable = unreadable or (error if newest_readable is None else None)
             continue
-        if found is not None and step != found[1]:
+        if newest_readable is not None and step != newest_readable[1]:
             break
-        found = path, step
+        newest_readable = path, step
     if unreadable is not None:
-        if found is None:
+        if newest_readable is None:
             raise unreadable
         rank_zero_warn(f"a newer checkpoint is skipped: {unreadable}")
-    return found
+    return newest_readable
 
 
 def look_at(
@@ -104,8 +104,8 @@ def look_at(
 
     Args:
         path: The file.
-        to_train: It must have all that training goes on from.
-        weights_only: As of `torch.load`.
+        to_train: Whether it must have all that training goes on from.
+        weights_only: Argument of `torch.load`.
 
     Returns:
         What it holds; tensors are read when they are used.
@@ -117,20 +117,22 @@ def look_at(
     try:
         with safe_globals(types_of_hydra_configs()):
             if is_sharded(path):
-                found = read_shards(path, weights_only, wanted=lambda _: False)
+                checkpoint = read_shards(path, weights_only, wanted=lambda _: False)
             else:
-                found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+                checkpoint = torch.load(
+                    path, map_location="cpu", mmap=True, weights_only=weights_only
+                )
     except Exception as error:  # torch raises errors of many types
         raise unreadable(path, error) from error
-    if not isinstance(found, dict) or "state_dict" not in found:
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no 'state_dict'")
-    missing = [key for key in _STATES if key not in found]
+    missing = [key for key in _STATES if key not in checkpoint]
     if to_train and missing:
         raise CheckpointError(
             f"{path} has weights only (no {missing[0]!r}, as by save_weights_only=True), so training cannot go on "
             "from it; load the weights into the module, and begin without ckpt_path"
         )
-    return found
+    return checkpoint
 
 
 def require_file(path: str | Path) -> None:
@@ -182,8 +184,8 @@ def types_of_hydra_configs() -> list[Any]:
     if omegaconf is None:
         return []
     base, nodes = omegaconf.base, omegaconf.nodes
-    own = [omegaconf.DictConfig, omegaconf.ListConfig, base.ContainerMetadata, base.Metadata]
-    return [*own, nodes.AnyNode, Any, defaultdict, dict, list, int]
+    containers = [omegaconf.DictConfig, omegaconf.ListConfig, base.ContainerMetadata, base.Metadata]
+    return [*containers, nodes.AnyNode, Any, defaultdict, dict, list, int]
 
 
 # ------------------------------------------------------------------------------------- of a trainer
@@ -243,7 +245,7 @@ def chosen(
         trainer: About to fit or to evaluate.
         path: The user's `ckpt_path`.
         fits: Training shall go on; else something is evaluated.
-        weights_only: Likewise the user's.
+        weights_only: The user's argument of that name.
 
     Returns:
         The path; in the place of "last" the newest file that can be read, None if there is no file yet.
@@ -258,10 +260,10 @@ def chosen(
             "to go on from, or leave ckpt_path out to begin at step 0"
         )
     if path == "last":
-        found = newest(files_of(trainer), fits, weights_only)
-        if found is not None:
-            rank_zero_info(f"going on from {found[0]} (step {found[1]})")
-            return str(found[0])
+        latest = newest(files_of(trainer), fits, weights_only)
+        if latest is not None:
+            rank_zero_info(f"going on from {latest[0]} (step {latest[1]})")
+            return str(latest[0])
         places = ", ".join(str(folder) for folder in dict.fromkeys(_folders(trainer)))
         missing = f'ckpt_path="last", but there is no checkpoint in {places or "any folder of a callback"}'
         if not fits:
@@ -271,10 +273,10 @@ def chosen(
     named = path in ("best", "hpc") or str(path).startswith("registry")
     if path is None and fits and trainer.global_step == 0:
         with contextlib.suppress(CheckpointError):  # no harm in starting over
-            if found := newest(files_of(trainer)):
+            if latest := newest(files_of(trainer)):
                 rank_zero_warn(
-                    f"training begins at step 0, though {found[0]} is there, an earlier run's at step "
-                    f'{found[1]}: ckpt_path="last" goes on from it'
+                    f"training begins at step 0, though {latest[0]} is there, an earlier run's at step "
+                    f'{latest[1]}: ckpt_path="last" goes on from it'
                 )
     elif path is not None and not named:
         require_file(path)

@@ -20,7 +20,6 @@ import contextlib
 import pickle
 import shutil
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -35,8 +34,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.comm.waiting import in_thread
 from lightning_diffpipe.errors import CheckpointError
-from lightning_diffpipe.files import beside, replacing, sync_folder
+from lightning_diffpipe.files import replacing, sync_folder, unfinished_path
 
 _REST, _INDEX = "meta.pt", ".metadata"
 _TENSORS, _MODEL = "diffpipe_tensors", "model"
@@ -44,7 +44,7 @@ _REFERENCE = "diffpipe-tensor:"
 
 
 class Divided(dict[Any, Any]):
-    """What this rank has of a part of a checkpoint that is divided over ranks."""
+    """This rank's entries of a part of a checkpoint that is divided over ranks."""
 
 
 def is_sharded(path: str | Path) -> bool:
@@ -86,7 +86,7 @@ def write_shards(
                 for key in where:
                     into = into[key]
                 into.update({key: value for key, value in entries.items() if key not in into})
-    folder, error = beside(path), ""
+    folder, error = unfinished_path(path), ""
     if is_first:  # now, as whoever it belongs to may change it
         try:
             with replacing(folder / _REST) as file:
@@ -105,7 +105,7 @@ def write_shards(
     for kind in tensors.values():
         kind.update({name: tensor.to("cpu", copy=True) for name, tensor in kind.items()})
     mesh.connect_background()
-    return _in_thread(partial(write, mesh.background))
+    return in_thread(partial(write, mesh.background), "checkpoint")
 
 
 def _write_tensors(
@@ -148,7 +148,7 @@ def read_shards(
 
     Args:
         path: The folder.
-        weights_only: As of `torch.load`, for what is no tensor.
+        weights_only: Argument of `torch.load`, for all but tensors.
         wanted: Whether to read a tensor, by its place, such as "optimizer_states.0.state.3.exp_avg". The others'
             names are in their places.
 
@@ -199,27 +199,13 @@ def _stored_name(name: str) -> str:
     return f"{_MODEL}.{key}" if kind == "state_dict" else f"{_TENSORS}.{name}"
 
 
-def _in_thread(function: Callable[[], None]) -> Future[None]:
-    """Calls a function in a thread, which keeps no process alive: that of a lost rank may be waited for."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return future
-
-
 def _in_one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[-300:]
 
 
 def _put(folder: Path, path: Path) -> None:
     """Moves a folder to its place."""
-    before = beside(path)
+    before = unfinished_path(path)
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():

@@ -76,11 +76,11 @@ class Coroutine:
 
     Args:
         body: The function. Its context variables, function modes and autocast are those of whoever makes this.
-        infers: It runs in inference mode.
+        infers: Whether it runs in inference mode.
 
     Attributes:
         done: Nothing is left to run.
-        is_cancelled: It was cancelled, or ended with an error.
+        is_cancelled: Whether it was cancelled, or ended with an error.
     """
 
     def __init__(self, body: Callable[[], Any], infers: bool = False) -> None:
@@ -120,7 +120,7 @@ class Coroutine:
             raise error
 
     def pause(self) -> None:
-        """Hands control back, from inside, until `resume`."""
+        """Returns control to the owner, from inside, until `resume`."""
         if not self.is_cancelled:
             self._back.release()
             self._go.acquire()
@@ -156,7 +156,7 @@ class Coroutine:
 
 
 class _ThreadSettings:
-    """What a thread does not inherit: autocast, function modes, CUDA device and stream, number of threads."""
+    """Settings that a thread does not inherit: autocast, function modes, CUDA device and stream, threads."""
 
     def __init__(self, infers: bool) -> None:
         self._infers = infers
@@ -188,6 +188,6 @@ class _ThreadSettings:
             yield
 
     def follow_stream(self) -> None:
-        """Gives work to the stream the owner is using now, so that order needs no events."""
+        """Enters the stream that the owner uses now, so that order needs no events."""
         if self.stream is not None:
             torch.cuda.set_stream(self.stream)

@@ -28,7 +28,7 @@ rank, as no other knows it. `raised_by_all` marks the first kind.
 import contextlib
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from numbers import Integral, Real
 from typing import Any
 
@@ -112,7 +112,7 @@ class LostRankError(PipelineTimeoutError):
 
     Args:
         message: Which rank, how, and in which phase.
-        by_signal: It was stopped by SIGTERM.
+        by_signal: Whether it was stopped by SIGTERM.
     """
 
     def __init__(self, message: str, by_signal: bool = False) -> None:
@@ -166,12 +166,12 @@ def require_number(
     """Refuses an argument that is no finite number in its range.
 
     Args:
-        name: Of the argument.
-        value: What was given; true and false are no numbers.
-        least: It must be at least this.
-        most: It must be at most this.
-        above: It must be greater than this.
-        whole: It must be a whole number.
+        name: Name of the argument.
+        value: Value of the argument; true and false are no numbers.
+        least: Smallest value.
+        most: Largest value.
+        above: Bound that the value must exceed.
+        whole: Whether it must be a whole number.
 
     Raises:
         ConfigurationError: It is not.
@@ -190,6 +190,14 @@ def require_number(
         bounds = " and ".join(f"{sign} {bound:.10g}" for sign, bound in signs if bound is not None)
         number = "a whole number" if whole else "a number"
         raise ConfigurationError(f"{name} must be {f'{number} {bounds}'.strip()}; got {value!r}")
+
+
+def require_choice(name: str, value: Any, choices: Collection[Any]) -> None:
+    """Raises ConfigurationError for an argument that is none of some values."""
+    if value not in choices:
+        raise ConfigurationError(
+            f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}"
+        )
 
 
 def require_flags(**values: Any) -> None:

@@ -35,7 +35,7 @@ def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
     """Opens a file next to a path, to which it is moved at the end; after an error nothing is left of it.
 
     Args:
-        path: Where the file shall be; what is there is replaced, also a link.
+        path: Path of the file; a file or link at this path is replaced.
         durable: Wait until the disk has it, so that it survives a power cut.
 
     Raises:
@@ -43,7 +43,7 @@ def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
     """
     with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = beside(path)
+        unfinished = unfinished_path(path)
         try:
             with unfinished.open("wb") as file:
                 yield file
@@ -73,7 +73,7 @@ def remove_abandoned(folder: Path) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def beside(path: Path) -> Path:
+def unfinished_path(path: Path) -> Path:
     """Returns a name in the folder of a path for what will be moved there; killed processes may leave it behind."""
     return path.with_name(f".{uuid.uuid4().hex}{_UNFINISHED}")  # no process: hosts share folders
 
@@ -90,7 +90,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Gives errors of the disk the path the user knows; whoever writes may raise others on top of them."""
+    """Turns errors of the disk, also those beneath errors of a writer, into an OSError with the user's path."""
     before = sys.exc_info()[1]
     try:
         yield

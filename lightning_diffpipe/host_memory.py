@@ -50,7 +50,7 @@ def available_bytes() -> float:
 
 
 def trim() -> None:
-    """Gives the kernel what glibc has kept, for moments after which much less is needed; does nothing elsewhere."""
+    """Returns memory that glibc has kept to the kernel, before less is needed; does nothing without glibc."""
     if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         malloc_trim(0)
 

@@ -23,7 +23,7 @@ from torch import nn
 from lightning_diffpipe.checkpoint_files import require_file
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.modules.adapters import LORA_FILE, merged
+from lightning_diffpipe.modules.adapters import merged
 from lightning_diffpipe.modules.cascade import CascadedDiffusion
 from lightning_diffpipe.modules.latent_diffusion import (
     LORA_LOADER,
@@ -82,8 +82,8 @@ def open_source(
     Args:
         path: A diffusers folder, a hub id that is on this machine, or a training checkpoint.
         leads: Whether this rank encodes prompts and decodes latents.
-        device: Where to compute.
-        dtype: Of all weights; None for that in which the denoiser is stored, but float32 for a checkpoint, and
+        device: Device of the computation.
+        dtype: Type of all weights; None for that in which the denoiser is stored, but float32 for a checkpoint, and
             in the place of float16 on a processor, which computes that many times slower.
         options: Further ones of an `Opening`.
 
@@ -100,10 +100,7 @@ def open_source(
         _refuse_folder_options(opening, path)
         return _checkpoint(Path(path), leads, device, opening)
     if opening.base is not None:
-        raise ConfigurationError(
-            f"base={opening.base} is for training checkpoints with adapters, and {path} is a whole model; leave it "
-            "out"
-        )
+        raise ConfigurationError(f"base={opening.base}: {path} is a whole model; leave it out")
     folder = model_folder(str(path))
     try:
         index = json.loads((folder / "model_index.json").read_text())
@@ -133,22 +130,19 @@ def open_source(
 
 def _refuse_folder_options(opening: Opening, path: str | Path) -> None:
     """Raises ConfigurationError for options of diffusers folders."""
-    others = [
-        n
-        for n in ("variant", "pipeline_class", "ip_adapters", "quantization")
-        if getattr(opening, n)
-    ]
-    if given := [*opening.parts, *(f"vae_{each}" for each in opening.vae), *others]:
-        known = {name: "None" for name, part in opening.parts.items() if part is None}
-        value = (known | {"variant": repr(opening.variant)}).get(given[0], "...")
+    names = ("variant", "pipeline_class", "ip_adapters", "quantization")
+    given = [*opening.parts, *(f"vae_{each}" for each in opening.vae)]
+    given += [name for name in names if getattr(opening, name)]
+    if given:
+        value = repr(opening.variant) if given[0] == "variant" else "..."
         raise ConfigurationError(
-            f"{given[0]}={value} is of diffusers folders; {path} was written by this project, with all its "
-            "parts and in one variant: leave it out"
+            f"{given[0]}={value} is of diffusers folders; {path} was written by this project, with all its parts "
+            "and in one variant: leave it out"
         )
 
 
 def refuse_module(module: Any) -> None:
-    """Raises ConfigurationError for what is no module of this project that draws from prompts alone."""
+    """Raises ConfigurationError for a module that is none of this project, or needs more than prompts."""
     if not isinstance(module, tuple(_MODULES.values())):
         raise ConfigurationError(
             f"module must be a {' or '.join(_MODULES)}; got a {type(module).__name__}. Save a pipeline of "
@@ -205,12 +199,12 @@ def _snapshot(hub_id: str) -> Path | None:
 
 def _lora_on_this_machine(path: str) -> str:
     """Returns the path of a LoRA file or folder, or the folder of a hub id; raises CheckpointError for neither."""
-    found = path if Path(path).exists() else _snapshot(path)
-    if found is None:
+    local = path if Path(path).exists() else _snapshot(path)
+    if local is None:
         raise CheckpointError(
             f"there is no LoRA {path}; name its file, its folder, or the hub id of one on this machine"
         )
-    return str(found)
+    return str(local)
 
 
 def model_folder(path: str) -> Path:
@@ -220,44 +214,29 @@ def model_folder(path: str) -> Path:
     snapshot = None if Path(path).is_dir() else _snapshot(path)
     if snapshot is not None and (snapshot / "model_index.json").is_file():
         return snapshot  # a hub id may be of anything
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    names = ("adapter_config.json", LORA_FILE)
-    loras = [name for name in names if (folder / name).is_file()]
-    if Path(path).exists() and loras:
-        raise ConfigurationError(
-            f"{path!r} is a LoRA ({loras[0]}), which adapts a model that it does not hold. Merge them, and open "
-            "the result: pipeline = DiffusionPipeline.from_pretrained(MODEL); pipeline.load_lora_weights("
-            f"{str(folder)!r}); pipeline.fuse_lora(); pipeline.unload_lora_weights(); "
-            "pipeline.save_pretrained(FOLDER)"
-        )
-    if Path(path).is_file():
-        raise ConfigurationError(
-            f"{path!r} is a single file; write it as a folder once, and open that: "
-            f"StableDiffusionPipeline.from_single_file({path!r}).save_pretrained(FOLDER), with the pipeline of its "
-            "model, such as StableDiffusionXLPipeline or FluxPipeline"
-        )
     raise ConfigurationError(
-        f"{path!r} is neither a folder with a model_index.json nor the hub id of one on this machine; "
-        "check the path, or fetch it first: hf download ID"
+        f"{path!r} is neither a folder with a model_index.json nor the hub id of one on this machine; check the "
+        "path, or fetch it first (hf download ID). A single file becomes a folder by its pipeline's "
+        "from_single_file(FILE).save_pretrained(FOLDER), and a LoRA is opened with its model (loras={FILE: 1.0})"
     )
 
 
 def check_request(
     source: Source, settings: Settings, method: str = "single", num_patches: int | None = None
 ) -> None:
-    """Refuses what a model cannot draw by its configs alone; the rest is refused when it draws.
+    """Refuses requests that a model cannot serve by its configs alone; others are refused while it samples.
 
     Of diffusers pipelines, what they check themselves before all else, and `num_patches` unless they pack
     latents into tokens, whose number only their call knows.
 
     Args:
         source: The model, whose weights need not be read.
-        settings: What to draw.
-        method: How ranks share the work.
-        num_patches: Of PipeFusion.
+        settings: The request.
+        method: Method by which ranks share the work.
+        num_patches: Patches of PipeFusion.
 
     Raises:
-        ConfigurationError: It cannot be drawn, or not by this method.
+        ConfigurationError: It cannot be served, or not by this method.
     """
     refuse_ignored_size(source, settings)
     if isinstance(source, ModuleSource):
@@ -296,12 +275,12 @@ def refuse_ignored_size(source: Source, settings: Settings) -> None:
     if len(sides) != 1 or not isinstance(source, DiffusersFolder):
         return
     [side] = sides
-    (pipeline, asked), (_, own) = (_checked(source, settings, n) for n in ((), sides))
-    if asked and own and asked.get(side) == own.get(side) != given[side]:
+    (pipeline, asked), (_, default) = (_checked(source, settings, n) for n in ((), sides))
+    if asked and default and asked.get(side) == default.get(side) != given[side]:
         other = "width" if side == "height" else "height"
         raise ConfigurationError(
             f"{type(pipeline).__name__} would ignore {side}={given[side]} without a {other}, and draw "
-            f"{own['height']} x {own['width']} pixels; give both"
+            f"{default['height']} x {default['width']} pixels; give both"
         )
 
 
@@ -338,12 +317,12 @@ class ModuleSource:
     """A module of this project.
 
     Attributes:
-        cls: Its class.
-        name: Of the denoiser, the first one of a cascade: `"unet"` or `"transformer"`.
-        denoiser: It, or a skeleton of it.
-        weights: Where the weights of a skeleton are.
+        cls: Class of the module.
+        name: Name of the denoiser, the first one of a cascade: `"unet"` or `"transformer"`.
+        denoiser: The denoiser, or a skeleton of it.
+        weights: Weights of a skeleton.
         module: The whole module, on the rank that leads.
-        vae: Config of the autoencoder; None if pixels are drawn.
+        vae: Config of the autoencoder; None if it samples pixels.
         open_part: Skeleton and weights of another denoiser; None for a module in memory.
     """
 
@@ -357,16 +336,16 @@ class ModuleSource:
     _parts: dict[str, nn.Module] = field(default_factory=dict)
 
     def check(self, settings: Settings) -> int | None:
-        """Refuses what the module does not draw; returns the rows of tokens in an image, if it has latents.
+        """Refuses a request that the module cannot serve; returns the rows of tokens in an image of latents.
 
         Raises:
             ConfigurationError: It takes no such size or option.
         """
         others = ("self", "prompts", "generator", "small")
-        taken = [n for n in inspect.signature(self.cls.sample).parameters if n not in others]
-        if unknown := sorted(settings.given().keys() - taken):
+        known = [n for n in inspect.signature(self.cls.sample).parameters if n not in others]
+        if unknown := sorted(settings.given().keys() - known):
             raise ConfigurationError(
-                f"{self.cls.__name__} takes no {unknown[0]!r}; it takes {', '.join(taken)} and seed"
+                f"{self.cls.__name__} takes no {unknown[0]!r}; it takes {', '.join(known)} and seed"
             )
         if settings.prompts is None:
             raise ConfigurationError(f"{self.cls.__name__} draws from prompts; give a list of them")
@@ -447,10 +426,7 @@ def _stored_module(
     names = [name for name in _DENOISERS if name in parts]
     if len(names) != 1:
         raise CheckpointError(
-            f"{origin} names a unet and a transformer, of which only one was trained last; take the other out of "
-            "its model_index.json"
-            if names
-            else f"{origin} has neither a unet nor a transformer, so nothing can be sampled"
+            f"{origin} must have a unet or a transformer, and not both; it has {names}"
         )
     cls.check_parts(parts, origin)
 

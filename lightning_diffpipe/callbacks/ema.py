@@ -12,7 +12,7 @@ after the n-th optimizer step. The averages take the place of the weights in val
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -34,7 +34,7 @@ def _dtype_of_average(parameter: nn.Parameter) -> torch.dtype:
 
 
 class EMA(L.Callback):
-    """Keeps an exponential moving average of the trained weights.
+    """Averages the trained weights, exponentially over optimizer steps.
 
     Args:
         decay: Share of the old average kept at each optimizer step, once the run is long enough.
@@ -139,9 +139,17 @@ class EMA(L.Callback):
             weights[name].data = data
         self._weights = {}
 
+    @staticmethod
+    @contextmanager
+    def averaged_in(trainer: L.Trainer, module: nn.Module) -> Iterator[None]:
+        """Puts the averages of a trainer's callback, if it has one, in the place of the weights; see `averaged`."""
+        averages = [callback for callback in trainer.callbacks if isinstance(callback, EMA)]
+        with averages[0].averaged(module) if averages else nullcontext():
+            yield
+
     @contextmanager
     def averaged(self, module: nn.Module) -> Iterator[None]:
-        """Gives the module the averaged weights inside.
+        """Puts the averages in the place of the module's weights inside.
 
         After a training in stages a rank has those of its own stage only; `from_checkpoint` has all.
 
@@ -199,5 +207,5 @@ class EMA(L.Callback):
         return {"averages": dict(self.averages), "num_updates": self._num_updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps the stored averages until it is known which of them live here."""
+        """Keeps the stored averages until training starts, when this rank's are known."""
         self._restored = state_dict

@@ -15,12 +15,11 @@ reader sees all of it or nothing, and whoever writes the same key writes the sam
 was cut short by a crash of the machine, or damaged, is named in a warning, removed and made again.
 
 Once all samples are stored, encoders leave memory: their parameters are those of their files, or are written to
-one, and are loaded for a sample that is new, a layer at a time, or where validation and drawings call them. With
+one, and are loaded for a sample that is new, a layer at a time, or where validation and sampling call them. With
 `encode_first` all samples are stored before training, so that a rank never holds encoders next to gradients,
 optimizer states and activations, and plans count so.
 """
 
-import contextlib
 import json
 import warnings
 import zlib
@@ -36,16 +35,16 @@ from torch.utils.data import IterableDataset
 
 from lightning_diffpipe.comm.mesh import gathered_objects
 from lightning_diffpipe.comm.watcher import watcher
-from lightning_diffpipe.errors import ConfigurationError, raised_by_all, require_flags
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    raised_by_all,
+    require_flags,
+    require_number,
+)
 from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.frozen import FrozenView
-from lightning_diffpipe.graph.memo import (
-    Entry,
-    LayerMemo,
-    repeatable,
-    why_not_remembered,
-)
+from lightning_diffpipe.graph.memo import Entry, LayerMemo, repeatable, why_not_remembered
 from lightning_diffpipe.graph.placement import loaded
 from lightning_diffpipe.graph.versions import bytes_of
 from lightning_diffpipe.runtime.batch_layout import microbatches
@@ -62,15 +61,15 @@ class EncodingCache(L.Callback):
 
     Losses are those of a run without it: an entry is found by a hash of everything the layer depends on, so
     that other weights, settings, crops, captions or precisions are other entries. A layer whose weights change
-    in training is computed from then on (a write through `.data` leaves no trace). Layers that draw random
+    in training is computed from then on (a write through `.data` leaves no trace). Layers that sample random
     numbers, or whose inputs follow noise or timesteps, are computed as ever; what is stored of a VAE are the
-    moments, so that each pass draws its own latents. Any number of ranks and runs may share the folder.
+    moments, so that each pass samples its own latents. Any number of ranks and runs may share the folder.
 
     Encoders leave the memory of a rank after a pass over the data in which it computed no sample, and are loaded
     for those that are new.
 
     Args:
-        folder: Where; ranks on several hosts may share it or have their own.
+        folder: Folder of the files; ranks on several hosts may share it or have their own.
         max_bytes: The run stops storing, not reading, after so many bytes; None: no limit.
         min_flops_per_byte: Layers that compute less than this for each byte they give are not stored.
         encode_first: Encode and store all samples before training, in a folder that all ranks share; encoders then
@@ -95,8 +94,8 @@ class EncodingCache(L.Callback):
         encode_first: bool = False,
     ) -> None:
         require_flags(encode_first=encode_first)
-        if max_bytes is not None and max_bytes < 0:
-            raise ConfigurationError(f"max_bytes must not be negative; got {max_bytes}")
+        if max_bytes is not None:
+            require_number("max_bytes", max_bytes, 0)
         self.folder = Path(folder)
         self.max_bytes = max_bytes
         self.min_flops_per_byte = 0.0 if encode_first else min_flops_per_byte
@@ -113,7 +112,7 @@ class EncodingCache(L.Callback):
         self.memo, self._store, self._passes, self._found_before = None, None, 0, (0, 0)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Says where it does nothing."""
+        """Warns if there is no pipeline, so that it does nothing."""
         if getattr(trainer.strategy, "pipeline", None) is None:
             rank_zero_warn(
                 "EncodingCache does nothing without strategy='diffpipe', which finds the frozen layers"
@@ -122,13 +121,13 @@ class EncodingCache(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Finds out with the first batch which layers can be stored."""
+        """Chooses the layers that can be stored, with the first batch."""
         pipeline: Pipeline | None = getattr(trainer.strategy, "pipeline", None)
         if pipeline is not None and self.memo is None:
             self._begin(trainer, pipeline, batch if _encoding_ranks(pipeline)[1] else None)
 
     def _begin(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any) -> None:
-        """Calls those layers through a memo from now on that can be stored, by a batch; none without one."""
+        """Lets a memo answer calls of layers whose outputs for a batch can be stored; of none without one."""
         names = frozenset[str]() if batch is None else self._choose(trainer, pipeline, batch)
         mesh, share = pipeline.mesh, self.max_bytes and self.max_bytes // trainer.world_size
         self._store = EncodingStore(self.folder, share)
@@ -158,14 +157,14 @@ class EncodingCache(L.Callback):
                 "there are several. Leave it out: encodings are then stored as samples come"
             )
         index, count = _encoding_ranks(pipeline)
-        own = (asked[index::count] or asked[:1]) if count else []
+        batches = (asked[index::count] or asked[:1]) if count else []
         device, refusal = trainer.strategy.root_device, ""
-        read = feed.read(own, "encoding", device)
+        read = feed.read(batches, "encoding", device)
         # In step, as no rank is waited for for longer than half an hour.
         for number in range(max(_of_all(trainer, -(-len(asked) // _num_encoding(pipeline))))):
             batch = next(read, None)
             if number == 0:
-                again = next(feed.read(own[:1], "again", device), None)
+                again = next(feed.read(batches[:1], "again", device), None)
                 refusal = self._begin_with(trainer, pipeline, batch, again)
             elif batch is not None:
                 self._encode(trainer, pipeline, batch, number)
@@ -183,7 +182,7 @@ class EncodingCache(L.Callback):
         )  # fmt: skip
 
     def _begin_with(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, again: Any) -> str:
-        """Stores the first batch, which has been read twice; returns why it cannot be stored for good, if so."""
+        """Stores the first batch, which has been read twice; returns the reason if training cannot rely on that."""
         if batch is not None:  # without a store, in which layers that mix samples would not be seen
             self._run(trainer, pipeline, batch, 0)
         self._begin(trainer, pipeline, batch)
@@ -207,7 +206,7 @@ class EncodingCache(L.Callback):
         return ""
 
     def _encode(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, number: int) -> None:
-        """Stores the encodings of a batch, with several draws of what the step draws, such as dropped captions."""
+        """Stores the encodings of a batch for several random numbers of the step, which may drop captions."""
         draw, last_new, made = 0, 0, self.memo.made
         while draw - last_new <= _QUIET_DRAWS and draw < _MOST_DRAWS:
             before = made.total()
@@ -234,7 +233,7 @@ class EncodingCache(L.Callback):
             )
 
     def _choose(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any) -> frozenset[str]:
-        """Returns names of modules to remember; notes why the other frozen ones are not."""
+        """Returns names of modules whose outputs are stored; `refused` has reasons for other frozen ones."""
         steps = pipeline.engine.layout.steps
         microbatch = microbatches(batch, pipeline.plan.num_microbatches, steps.form)[0]
         partitioned = steps.of(microbatch, pipeline.seed)
@@ -250,12 +249,8 @@ class EncodingCache(L.Callback):
             steady = repeatable(view, call, pipeline.seed)
             kept = [layer for layer in graph.layers if layer.frozen and not reasons[layer.name]]
             self._changing = {x.index: x.name for x in kept if x.index not in steady}
-            some = {layer.name for layer in kept if layer.index in steady}
-            for name, why in reasons.items():
-                if not why and name not in some:
-                    reasons[name] = (
-                        "depends on noise, timesteps or other random numbers of the step"
-                    )
+            for name in {x.name for x in kept} - {x.name for x in kept if x.index in steady}:
+                reasons[name] = "depends on noise, timesteps or other random numbers of the step"
         self.refused = {name: why for name, why in reasons.items() if why}
         return frozenset(name for name, why in reasons.items() if not why)
 
@@ -287,15 +282,15 @@ class EncodingCache(L.Callback):
             )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Says what was found."""
+        """Logs how many encodings were read, computed and written."""
         if self.memo is None or self._store is None:
             return
         pipeline = trainer.strategy.pipeline
-        own = self.memo.found.total(), self.memo.made.total(), self._store.bytes_written
-        found, made, written = map(sum, zip(*pipeline.mesh.gathered(own), strict=True))
+        counts = self.memo.found.total(), self.memo.made.total(), self._store.bytes_written
+        num_read, made, written = map(sum, zip(*pipeline.mesh.gathered(counts), strict=True))
         rank_zero_info(
             "Encodings: %d read (%s), %d computed, %s written to %s",
-            found, percent(found / max(found + made, 1)), made, size(written), self.folder,
+            num_read, percent(num_read / max(num_read + made, 1)), made, size(written), self.folder,
         )  # fmt: skip
 
 
@@ -314,7 +309,7 @@ def _num_encoding(pipeline: Pipeline) -> int:
 
 
 def _encoding_ranks(pipeline: Pipeline) -> tuple[int, int]:
-    """Returns the number of this rank among those that encode, and how many do; none if it does not."""
+    """Returns the number of this rank among those that encode, and their count; 0 and 0 for other ranks."""
     count = _num_encoding(pipeline)
     index = pipeline.mesh.local_rank - (pipeline.mesh.layout.ranks_per_pipeline - count)
     return (index, count) if index >= 0 else (0, 0)
@@ -331,7 +326,7 @@ def _frozen_view(pipeline: Pipeline, partitioned: PartitionedStep) -> FrozenView
 
 
 def _covers_data(trainer: L.Trainer) -> bool:
-    """Returns whether every pass brings most of the samples; unknown of streams and samplers without a length."""
+    """Returns whether each pass has most of the samples; False for streams and samplers without a length."""
     combined = trainer.fit_loop._combined_loader
     strategy = trainer.strategy
     share = 1 / strategy.distributed_sampler_kwargs["num_replicas"]
@@ -353,20 +348,19 @@ class EncodingStore:
     """Entries of a memo as files.
 
     Args:
-        folder: Where; made if it is not there.
+        folder: Folder of the files; made if it is not there.
         max_bytes: This process stops writing after so many bytes; None: no limit.
 
     Attributes:
-        bytes_written: By this process.
-        num_damaged: Files that could not be read.
-        why_full: Why nothing is written any more; empty while it is.
-        last_key: That of an entry that was read or written last; empty if none was.
+        bytes_written: Bytes that this process has written.
+        why_full: Reason why nothing is written any more; empty while entries are written.
+        last_key: Key of the entry that was read or written last; empty if none was.
     """
 
     def __init__(self, folder: str | Path, max_bytes: int | None = None) -> None:
         self.folder = Path(folder)
         self.max_bytes = max_bytes
-        self.bytes_written = self.num_damaged = 0
+        self.bytes_written = 0
         self.why_full = self.last_key = ""
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -388,13 +382,11 @@ class EncodingStore:
         try:
             return _parse(content, key)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            self.num_damaged += 1
             warnings.warn(
                 f"the stored encoding {path} is damaged ({error}); it is removed and made again",
                 stacklevel=2,
             )
-            with contextlib.suppress(OSError):
-                path.unlink()
+            path.unlink(missing_ok=True)
             return None
 
     def write(self, key: str, entry: Entry) -> None:
@@ -402,14 +394,10 @@ class EncodingStore:
         if self.why_full:
             return
         payload = b"".join(map(bytes_of, entry.tensors))
-        tensors = [
-            {
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "stride_in_group": list(stride),
-            }
-            for tensor, stride in zip(entry.tensors, entry.strides, strict=True)
-        ]
+        tensors = []
+        for tensor, stride in zip(entry.tensors, entry.strides, strict=True):
+            dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+            tensors.append({"dtype": dtype, "shape": shape, "stride_in_group": list(stride)})
         crc32 = zlib.crc32(payload)
         header = {"format": _FORMAT, "key": key, "tensors": tensors, "crc32": crc32}
         content = json.dumps(header).encode() + b"\n" + payload

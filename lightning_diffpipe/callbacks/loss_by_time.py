@@ -1,4 +1,4 @@
-"""Loss by timestep: the mean loss says little, as it depends on which timesteps were drawn.
+"""Loss by timestep: the mean loss says little, as it depends on which timesteps were sampled.
 
     step      sum and number of the losses in each quantile of the timesteps, over microbatches as other sums
     logged    sums of all steps since the last time, over pipelines side by side, divided by numbers

@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import require_number
 from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.graph.step import count_samples
 from lightning_diffpipe.host_memory import peak_resident_bytes
@@ -49,10 +49,7 @@ _IMAGE_S = 2.0  # what the first image is expected to take, matplotlib's import 
 
 @dataclass
 class _Interval:
-    """What is counted between two looks.
-
-    `all_steps` counts the very first one, too, which the averages of time leave out.
-    """
+    """Counts between two looks; `all_steps` has the very first step, too, which averages of time leave out."""
 
     steps: int = 0
     samples: int = 0
@@ -62,7 +59,17 @@ class _Interval:
 
 @dataclass
 class _StepTimes:
-    """This rank's step: when the one before was done with and it began, and how much of that was loading."""
+    """Times around this rank's step, in seconds.
+
+    Attributes:
+        ended_s: End of the step before, with all that was measured; None if other work came between.
+        began_s: Start of the step.
+        between_s: Time from that end to that start.
+        loading_s: Part of it in which the data loader was waited for.
+        loaders_s: Time spent in loaders until the end of the step before.
+        drawing_s: Time in which images were drawn so far.
+        started_s: Start of the run.
+    """
 
     ended_s: float | None = None
     began_s: float = 0.0
@@ -88,12 +95,12 @@ class PipelineMonitor(L.Callback):
         peak_flops: FLOP/s one device can do, for the MFU; looked up by the device's name if not given.
         images_share: Most of the run's time that may go into drawing images of timelines, the
             last one excepted, which is drawn when training is over.
-        folder: Where report, image and trace go, and the plan with the profile and the cluster it was
+        folder: Folder of report, image and trace, and of the plan with the profile and the cluster it was
             made from; the run's, as the logger has it, if not given. Without either nothing is written.
         progress_bar: Show bubble ratio and samples/s there.
 
     Attributes:
-        numbers: What was logged last, by name.
+        numbers: Numbers that were logged last, by name.
 
     Raises:
         ConfigurationError: A number that cannot be.
@@ -110,10 +117,8 @@ class PipelineMonitor(L.Callback):
         folder: str | Path | None = None,
         progress_bar: bool = True,
     ) -> None:
-        if every_n_steps < 1:
-            raise ConfigurationError(f"every_n_steps must be at least 1; got {every_n_steps}")
-        if not 0 <= images_share <= 1:
-            raise ConfigurationError(f"images_share must be in [0, 1]; got {images_share}")
+        require_number("every_n_steps", every_n_steps, 1, whole=True)
+        require_number("images_share", images_share, 0, 1)
         self.every_n_steps = every_n_steps
         self.peak_flops = peak_flops
         self.images_share = images_share
@@ -139,15 +144,12 @@ class PipelineMonitor(L.Callback):
     # ------------------------------------------------------------------------------------- hooks
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forgets the run before; finds out where to write, which all ranks must ask together."""
+        """Resets the counts, and chooses the folder, which all ranks must ask for together."""
         self._reset()
-        own = run_folder(trainer)
-        if trainer.fast_dev_run:  # leaves the files of other runs alone
-            self._written_to = None
-        elif self.folder is not None:
-            self._written_to = self.folder
-        elif trainer.loggers and own is not None:
-            self._written_to = own / "pipeline"
+        run = run_folder(trainer)
+        if not trainer.fast_dev_run:  # which leaves the files of other runs alone
+            of_run = run / "pipeline" if trainer.loggers and run is not None else None
+            self._written_to = self.folder or of_run
         pipeline = _pipeline(trainer)
         if pipeline is not None:
             self._flops = flops_per_sample(pipeline.graph)
@@ -157,7 +159,7 @@ class PipelineMonitor(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Stops the clock between steps, starts that of the step."""
+        """Measures the time since the step before, and how much of it was loading."""
         clock = self._clock
         clock.began_s = time.perf_counter()
         clock.between_s = 0.0 if clock.ended_s is None else clock.began_s - clock.ended_s
@@ -169,31 +171,33 @@ class PipelineMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
     ) -> None:
         """Takes the norm of the gradients, not clipped yet, if a look comes before the next optimizer step."""
-        until_next = range(1, trainer.accumulate_grad_batches + 1)
+        next_steps = range(
+            self._num_steps + 1, self._num_steps + trainer.accumulate_grad_batches + 1
+        )
         pipeline = _pipeline(trainer)
         if (
             pipeline is not None
             and not pipeline.plan.runs_free
-            and any(self._is_due(self._num_steps + batches) for batches in until_next)
+            and any(map(self._looks, next_steps))
         ):
             self._grad_norm = trainer.strategy.gradient_norm()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the step; at every n-th one all ranks look closely at it."""
+        """Counts the step; at every n-th one all ranks collect its times."""
         clock = self._clock
         ended_s = time.perf_counter()
         self._num_steps += 1
         self._interval.all_steps += 1
         if self._num_steps > 1:  # the first step compiles, allocates and connects
             self._interval.steps += 1
-            self._interval.samples += num_samples(trainer, batch) * num_pipelines(trainer)
+            self._interval.samples += num_samples(trainer, batch) * pipeline_of(trainer)[1]
             self._interval.seconds += ended_s - clock.began_s + clock.between_s
         result = getattr(trainer.strategy, "last_step", None)
         if result is not None:
             self._before_last, self._last = self._last, (result, ended_s)
-        if self._is_due(self._num_steps):
+        if self._looks(self._num_steps):
             self._look(trainer, pl_module, ended_s)
         clock.ended_s, clock.loaders_s = time.perf_counter(), _loaders_s(trainer)
 
@@ -223,8 +227,8 @@ class PipelineMonitor(L.Callback):
 
     # --------------------------------------------------------------------------------- measuring
 
-    def _is_due(self, number: int) -> bool:
-        return number % self.every_n_steps == 0 or number in _EARLY_STEPS
+    def _looks(self, step: int) -> bool:
+        return step % self.every_n_steps == 0 or step in _EARLY_STEPS
 
     def _look(self, trainer: L.Trainer, module: L.LightningModule, ended_s: float) -> None:
         """Logs the numbers since the last look, and those of this step."""
@@ -248,8 +252,13 @@ class PipelineMonitor(L.Callback):
             for name, key in shown.items():
                 if key in numbers:
                     module.log(name, numbers[key], prog_bar=True, logger=False, rank_zero_only=True)
-        if trainer.is_global_zero:
-            self._draw_now_and_then(trainer)
+        plan, start_s = getattr(trainer.strategy, "plan", None), time.perf_counter()
+        allowed_s = self.images_share * (start_s - self._clock.started_s)
+        has_time = self._clock.drawing_s + _IMAGE_S <= allowed_s
+        can_draw = trainer.is_global_zero and plan is not None and self._written_to is not None
+        if can_draw and self.samples and has_time:
+            self._draw(trainer, plan)
+            self._clock.drawing_s += time.perf_counter() - start_s
 
     def _throughput(self, trainer: L.Trainer) -> dict[str, float]:
         if not self._interval.seconds:
@@ -275,11 +284,8 @@ class PipelineMonitor(L.Callback):
             offsets_s = [min(span.start_s for span in spans) for spans in recorded]
             ended_s -= offsets_s[0]
         timeline = measured_timeline(recorded, offsets_s, pipeline.plan.placement)
-        began_s = min(
-            span.start_s - ahead_s
-            for spans, ahead_s in zip(recorded, offsets_s, strict=True)
-            for span in spans
-        )
+        ranks = zip(recorded, offsets_s, strict=True)
+        began_s = min(span.start_s - ahead_s for spans, ahead_s in ranks for span in spans)
         after_s = max(ended_s - began_s - timeline.iteration_s, 0.0)
         between_s, loading_s = self._clock.between_s, self._clock.loading_s
         sample = MeasuredStep(timeline, after_s + between_s - loading_s, loading_s)
@@ -324,13 +330,13 @@ class PipelineMonitor(L.Callback):
 
     # ----------------------------------------------------------------------- images and report
 
-    def settled(self) -> list[MeasuredStep]:
-        """Returns the sampled steps; the first ones, which warm up, only if there is no other."""
+    def _steady(self) -> list[MeasuredStep]:
+        """Returns the sampled steps, without the first ones, which warm up, if there are others."""
         return list(self.samples)[len(_EARLY_STEPS) :] or list(self.samples)[-1:]
 
     def report(self, plan: PipelinePlan) -> str:
         """Returns the report at the end of a run, of one pipeline; see `final_report`."""
-        return final_report(plan, self.settled())
+        return final_report(plan, self._steady())
 
     def _write_plan(self, trainer: L.Trainer, pipeline: Pipeline) -> None:
         """Writes the plan, and what it was made from unless it was given, for `diffpipe show` and `plan`."""
@@ -344,19 +350,9 @@ class PipelineMonitor(L.Callback):
                 write_atomically(self._written_to / f"{name}.json", each.to_json())
                 _log_artifact(trainer, self._written_to / f"{name}.json", name)
 
-    def _draw_now_and_then(self, trainer: L.Trainer) -> None:
-        plan, clock = getattr(trainer.strategy, "plan", None), self._clock
-        if plan is None or self._written_to is None or not self.samples:
-            return
-        now_s = time.perf_counter()
-        allowed_s = self.images_share * (now_s - clock.started_s)
-        if clock.drawing_s + _IMAGE_S <= allowed_s:
-            self._draw(trainer, plan)
-            clock.drawing_s += time.perf_counter() - now_s
-
     def _draw(self, trainer: L.Trainer, plan: PipelinePlan) -> None:
         """Writes the image and the trace of a typical step, and gives them to loggers that take them."""
-        measured = typical_step(self.settled()).timeline
+        measured = typical_step(self._steady()).timeline
         planned = {} if plan.costs is None else {"planned": plan.timeline}
         image, trace = self._written_to / "timeline.png", self._written_to / "trace.json"
         with _going_on(self._written_to):
@@ -379,11 +375,11 @@ def run_folder(trainer: L.Trainer) -> Path | None:
     if folder is None or not trainer.loggers:
         return None if folder is None else Path(folder)
     logger: Any = trainer.loggers[0]
-    own: tuple[str, ...] = ()
+    subfolders: tuple[str, ...] = ()
     if trainer.is_global_zero and Path(folder).resolve() == Path.cwd():
         _ = getattr(logger, "experiment", None)  # the run's name is known once it has started
-        own = (str(logger.name), str(logger.version))
-    return Path(folder, *trainer.strategy.broadcast(own))
+        subfolders = (str(logger.name), str(logger.version))
+    return Path(folder, *trainer.strategy.broadcast(subfolders))
 
 
 @contextlib.contextmanager
@@ -419,7 +415,7 @@ def num_samples(trainer: L.Trainer, batch: Any) -> int:
     return count_samples(batch) or 0 if result is None else int(result.num_samples)
 
 
-def num_pipelines(trainer: L.Trainer) -> int:
-    """Returns the number of batches that are trained side by side."""
-    kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-    return int(kwargs.get("num_replicas", 1))
+def pipeline_of(trainer: L.Trainer) -> tuple[int, int]:
+    """Returns the number of this pipeline among those that share out the data, and the number of these."""
+    sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return sampling.get("rank", 0), sampling.get("num_replicas", 1)

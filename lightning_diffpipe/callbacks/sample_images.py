@@ -1,6 +1,6 @@
-"""Images drawn while training, so that a person sees what the loss does not say.
+"""Images sampled while training, so that a person sees what the loss does not say.
 
-Under a pipeline the denoiser is divided, so that all ranks draw together, on the partition of the training and with
+Under a pipeline the denoiser is divided, so that all ranks sample together, on the partition of the training, with
 the averaged weights that each rank holds for its own layers. A transformer is sampled by PipeFusion
 (`StageDrawer`); what that refuses, such as a U-Net, layer by layer, in lock step: `strategy.whole_model()`,
 where the strategy has it, makes the divided model callable as a whole. The start noise has its own generator, so
@@ -11,7 +11,7 @@ training goes on exactly as without images. By PipeFusion:
     all ranks     latents -> autoencoder -> samples           in lock step
 
 Blocks run where their weights lie in training. What lies between blocks, such as embeddings and the last
-projection, runs on every rank under PipeFusion: ranks that lack it are sent it for the time of a drawing. With one
+projection, runs on every rank under PipeFusion: ranks that lack it receive it while they sample. With one
 patch the samples follow each other through the stages in shares, and nothing is approximated; with more, patches of
 all samples do.
 """
@@ -51,7 +51,7 @@ from lightning_diffpipe.training.pipeline import Pipeline
 _log = logging.getLogger(__name__)
 _NUM_CAPTIONS = 8
 _NUM_FRAMES = 8  # at most, of a video
-_NUM_COLUMNS = 8  # at most, of drawings side by side
+_NUM_COLUMNS = 8  # at most, of sampled steps side by side
 _COLUMN_PIXELS = 256  # at most, their width
 
 
@@ -88,8 +88,10 @@ class SamplingCallback(L.Callback):
     Args:
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance.
-        seed: Of the start noise.
-        num_patches: Of PipeFusion; see `SampleImages`.
+        seed: Seed of the start noise.
+        num_patches: Patches of PipeFusion, for a transformer under `strategy="diffpipe"`. With 1, the images follow
+            each other through the stages, and are those of one process but for rounding. More patches keep ranks
+            busy that sample fewer images than there are stages, and are not exact.
 
     Raises:
         ConfigurationError: A number is none that can be.
@@ -113,7 +115,7 @@ class SamplingCallback(L.Callback):
         self.draws_by_layers = False  # PipeFusion has refused the model, or its partition
 
     def require_sample(self, module: L.LightningModule) -> None:
-        """Raises ConfigurationError for a module that cannot draw."""
+        """Raises ConfigurationError for a module that cannot sample."""
         if not callable(getattr(module, "sample", None)):
             raise ConfigurationError(
                 f"{type(self).__name__} draws with the module's own sample(prompts, num_inference_steps, "
@@ -130,36 +132,32 @@ class SamplingCallback(L.Callback):
         conditions: Tensor | list[Any] | None = None,
         seed: int | None = None,
     ) -> Tensor:
-        """Draws with the averaged weights, where there are any; by PipeFusion where stages allow it.
+        """Samples with the averaged weights, where there are any; by PipeFusion where stages allow it.
 
-        Collective: pipelines side by side draw at the same time, each as many prompts as it likes.
+        Collective: pipelines side by side sample at the same time, each as many prompts as it likes.
 
         Args:
-            trainer: Of the training.
-            module: In training.
+            trainer: Trainer of the module.
+            module: Module in training.
             prompts: Texts or class numbers.
-            conditions: Images to draw to, `(len(prompts), 3, H, W)` in [0, 1], or references, as batches have them.
-            seed: Of the start noise; None for that of the callback.
+            conditions: Conditions, `(len(prompts), 3, H, W)` in [0, 1], or references, as batches have them.
+            seed: Seed of the start noise; None for that of the callback.
 
         Returns:
             `(len(prompts), 3, H, W)` in [0, 1]; videos `(len(prompts), F, 3, H, W)`.
         """
+        settings: dict[str, Any] = {
+            "num_inference_steps": self.num_inference_steps,
+            "guidance_scale": self.guidance_scale,
+            "generator": torch.Generator().manual_seed(self.seed if seed is None else seed),
+        }
+        if conditions is not None:
+            settings["condition"] = conditions
+        pipeline = getattr(trainer.strategy, "pipeline", None)
+        one_by_one = isinstance(conditions, list) or getattr(module, "draws_apart", False)
+        by_layers = self.draws_by_layers or one_by_one or not hasattr(module, "drawing")
         whole_model = getattr(trainer.strategy, "whole_model", contextlib.nullcontext)
-        averages = [c for c in trainer.callbacks if isinstance(c, EMA) and c.averages]
-        with contextlib.ExitStack() as stack:
-            for average in averages[:1]:
-                stack.enter_context(average.averaged(module))
-            stack.enter_context(whole_model())
-            settings: dict[str, Any] = {
-                "num_inference_steps": self.num_inference_steps,
-                "guidance_scale": self.guidance_scale,
-                "generator": torch.Generator().manual_seed(self.seed if seed is None else seed),
-            }
-            if conditions is not None:
-                settings["condition"] = conditions
-            pipeline = getattr(trainer.strategy, "pipeline", None)
-            one_by_one = isinstance(conditions, list) or getattr(module, "draws_apart", False)
-            by_layers = self.draws_by_layers or one_by_one or not hasattr(module, "drawing")
+        with EMA.averaged_in(trainer, module), whole_model():
             if pipeline is not None and pipeline.plan.ranks_per_pipeline > 1 and not by_layers:
                 with module.evaluating():
                     call = module.drawing(prompts, **settings)
@@ -171,56 +169,48 @@ class SamplingCallback(L.Callback):
 
 
 class SampleImages(SamplingCallback):
-    """Draws prompts every few steps, or at every validation: a PNG in the output folder, images for the logger.
+    """Samples prompts every few steps, or at every validation: a PNG in the output folder, images for the logger.
 
     Both are called `samples`; those of a second such callback `samples_2`. `over_time.png`, for the logger
-    `samples_over_time`, has a row for each prompt and a column for each of up to eight drawings over the run.
+    `samples_over_time`, has a row for each prompt and a column for each of up to eight sampled steps over the run.
 
     Args:
-        prompts: What to draw, texts or class numbers; None takes eight captions of the data: of those held back, if
-            the data module has them (`held_back_captions`), or of the first batch, and of that class labels where
+        prompts: Texts or class numbers; None takes eight captions of the data: of those held back, if the data
+            module has them (`held_back_captions`), or of the first batch, and of that class labels where
             the module says `draws_from = "class_labels"`. Conditions of a ControlNet are taken with them
             (`held_back_conditions`) where the module says `draws_to_conditions = True`, given to its `sample` as
-            `condition`, and shown above what is drawn to them; so are `references` of pipelines that edit images.
-        every_n_steps: Optimizer steps between two drawings; None draws at the end of every validation.
-        num_inference_steps: Denoising steps.
-        guidance_scale: Strength of classifier-free guidance.
-        seed: Of the start noise; the same at every drawing, so that images can be compared.
-        num_patches: Of PipeFusion, for a transformer under `strategy="diffpipe"`. With 1, the images follow each
-            other through the stages, and are those of one process but for rounding. More keep ranks busy that draw
-            fewer images than there are stages, and are not exact.
+            `condition`, and shown above the samples; so are `references` of pipelines that edit images.
+        every_n_steps: Optimizer steps between two samplings; None samples at the end of every validation.
+        sampling: Arguments of `SamplingCallback`. The start noise is the same each time, so that images compare.
 
     Raises:
-        ConfigurationError: There is nothing to draw, or a number is none that can be.
+        ConfigurationError: There is nothing to sample, or a number is none that can be.
     """
 
     def __init__(
         self,
         prompts: Sequence[str] | None = None,
         every_n_steps: int | None = 500,
-        num_inference_steps: int = 20,
-        guidance_scale: float = 3.0,
-        seed: int = 0,
-        num_patches: int = 1,
+        **sampling: Any,
     ) -> None:
         if isinstance(prompts, str) or (prompts is not None and not prompts):
             raise ConfigurationError(f"prompts must be a list of texts, or None; got {prompts!r}")
         if every_n_steps is not None:
             require_number("every_n_steps", every_n_steps, 1, whole=True)
-        super().__init__(num_inference_steps, guidance_scale, seed, num_patches)
-        self._wish = None if prompts is None else list(prompts)
-        self.prompts = self._wish
+        super().__init__(**sampling)
+        self._named = None if prompts is None else list(prompts)
+        self.prompts = self._named
         self.conditions: Tensor | list[Tensor] | None = None
         self.every_n_steps = every_n_steps
         self._last_step = 0
-        self._steps: list[int] = []  # drawn so far
+        self._steps: list[int] = []  # at which it has sampled
         self._restored: dict[str, Any] = {}
 
     @property
     def state_key(self) -> str:
-        """One for each of several in a trainer, which draw other prompts or draw otherwise."""
+        """A key for each of several in a trainer, by prompts and settings."""
         return self._generate_state_key(
-            prompts=self._wish,
+            prompts=self._named,
             every_n_steps=self.every_n_steps,
             num_inference_steps=self.num_inference_steps,
             guidance_scale=self.guidance_scale,
@@ -228,36 +218,35 @@ class SampleImages(SamplingCallback):
         )
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets what was read for an earlier run; a checkpoint of this one is still to be read."""
+        """Resets what was read for an earlier run, before a checkpoint of this one is read."""
         self._restored = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forgets an earlier run, and takes captions that are held back, if nobody said what to draw.
+        """Forgets an earlier run, and takes captions that are held back, if no prompts were given.
 
-        A run that goes on draws what it has drawn so far, whatever batch comes first now. Where it goes on after a
-        step, that step was drawn when it was done. The validation after it may still have to come: checkpoints are
-        saved before it, too.
+        A run that goes on keeps its prompts, whatever batch comes first now. The step after which it goes on was
+        sampled when it was done. The validation after it may still come: checkpoints are saved before it, too.
 
         Raises:
-            ConfigurationError: The module cannot draw, or draws to conditions, which named prompts have not.
+            ConfigurationError: The module cannot sample, or needs conditions, which named prompts have not.
         """
         if type(self).draw is SampleImages.draw:
             self.require_sample(pl_module)
-        if self._wish is not None and draws_to_conditions(pl_module):
+        if self._named is not None and draws_to_conditions(pl_module):
             raise ConfigurationError(
                 f"{type(pl_module).__name__} draws to conditions, and prompts that are named have none; leave them "
                 "out (callbacks.samples.prompts=null): captions of the data are drawn with their own conditions"
             )
         self._last_step = 0 if self.every_n_steps is None else trainer.global_step
-        self.prompts, self.conditions = self._wish, None
+        self.prompts, self.conditions = self._named, None
         self.draws_by_layers = False
         restored, self._restored = self._restored, {}
         self._steps = list(restored.get("steps", []))
         if self.prompts is None and "prompts" in restored:
             self.prompts, self.conditions = restored["prompts"], restored.get("conditions")
         elif self.prompts is None:
-            own = _held_back(trainer, pl_module) if trainer.is_global_zero else ([], None)
-            self._take(trainer, pl_module, *own)
+            held_back = _held_back(trainer, pl_module) if trainer.is_global_zero else ([], None)
+            self._take(trainer, pl_module, *held_back)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -267,7 +256,7 @@ class SampleImages(SamplingCallback):
             there = batch if isinstance(batch, Mapping) else {}
             captions = there.get(draws_from(pl_module), [])
             conditions = there.get("references", there.get("condition"))
-            if conditions is None and "video" in there:  # which begins with what it is drawn from
+            if conditions is None and "video" in there:  # whose first frame is its condition
                 conditions = (there["video"][:, :, 0] + 1) / 2
             captions = captions.tolist() if isinstance(captions, Tensor) else list(captions)
             self._take(trainer, pl_module, captions, conditions)
@@ -284,7 +273,7 @@ class SampleImages(SamplingCallback):
         captions: list[str],
         conditions: Tensor | list[Any] | None,
     ) -> None:
-        """Takes those of rank 0, on all ranks: pipelines have other data, and draw in lock step."""
+        """Takes prompts and conditions of rank 0, on all ranks: pipelines have other data, but sample together."""
         if not draws_to_conditions(module):
             conditions = None
         if isinstance(conditions, list):
@@ -298,20 +287,20 @@ class SampleImages(SamplingCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
     ) -> None:
-        """Draws after every `every_n_steps`-th optimizer step."""
+        """Samples after every `every_n_steps`-th optimizer step."""
         if self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0:
             self._draw_once(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draws at the end of a validation, if not every few steps."""
+        """Samples at the end of a validation, if not every few steps."""
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if self.every_n_steps is None and fitting:
             self._draw_once(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the steps drawn so far, and captions that were taken of the data."""
+        """Returns the steps at which it has sampled, and captions that were taken of the data."""
         state: dict[str, Any] = {"steps": list(self._steps)}
-        if self._wish is None and self.prompts is not None:
+        if self._named is None and self.prompts is not None:
             state["prompts"] = self.prompts
         return state if self.conditions is None else {**state, "conditions": self.conditions}
 
@@ -335,18 +324,7 @@ class SampleImages(SamplingCallback):
         if not trainer.is_global_zero:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        rows, columns = [images], 8
-        if images.ndim == 5:  # videos: frames side by side
-            num_frames = min(images.shape[1], _NUM_FRAMES)
-            shown = torch.linspace(0, images.shape[1] - 1, num_frames).long()
-            rows, columns = [torch.cat(images[:, shown].unbind(1), -1)], 8 // num_frames
-        elif self.conditions is not None:  # on top of what is drawn to them
-            above = self.conditions
-            if isinstance(above, list):  # of any shape
-                channels_first = [each.permute(0, 3, 1, 2).float() for each in above]
-                above = [F.interpolate(each, images.shape[-2:]) for each in channels_first]
-            above = above if isinstance(above, list) else [above]
-            rows, columns = [*(each.to(images) / 255 for each in above), images], len(images)
+        rows, columns = self._rows(images)
         image_grid(torch.cat(rows), columns).save(folder / f"step_{step:06d}.png")
         grids = [image_grid(torch.stack(column), columns=1) for column in zip(*rows, strict=True)]
         steps, grid = self._over_time(folder, rows, columns)
@@ -357,6 +335,22 @@ class SampleImages(SamplingCallback):
                 logger.log_image(name, grids, step=step, caption=self.prompts)
                 logger.log_image(f"{name}_over_time", [grid], step=step, caption=[said])
 
+    def _rows(self, images: Tensor) -> tuple[list[Tensor], int]:
+        """Returns rows of images, conditions above their samples, and how many stand in a line."""
+        if images.ndim == 5:  # videos: frames side by side
+            num_frames = min(images.shape[1], _NUM_FRAMES)
+            shown = torch.linspace(0, images.shape[1] - 1, num_frames).long()
+            return [torch.cat(images[:, shown].unbind(1), -1)], 8 // num_frames
+        if self.conditions is None:
+            return [images], 8
+        conditions = self.conditions
+        if isinstance(conditions, Tensor):
+            conditions = [conditions]
+        else:  # references, of any shape
+            channels_first = [each.permute(0, 3, 1, 2).float() for each in conditions]
+            conditions = [F.interpolate(each, images.shape[-2:]) for each in channels_first]
+        return [*(each.to(images) / 255 for each in conditions), images], len(images)
+
     def _over_time(
         self, folder: Path, rows: Sequence[Tensor], columns: int
     ) -> tuple[list[int], Image.Image]:
@@ -364,8 +358,8 @@ class SampleImages(SamplingCallback):
 
         Args:
             folder: With the images of all steps so far, the latest among them.
-            rows: What the latest has, in order.
-            columns: How many of them stand in a line of it.
+            rows: Rows of the latest image, in order.
+            columns: Number of samples in a line of it.
         """
         *conditions, images = rows
         height, width = images.shape[-2:]
@@ -383,7 +377,7 @@ class SampleImages(SamplingCallback):
         return steps, image_grid(F.interpolate(tiles.float(), size, mode="area"), len(shown))
 
     def draw(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
-        """Draws the prompts; see `draw_for`."""
+        """Samples the prompts; see `draw_for`."""
         assert self.prompts is not None, "captions are taken when training starts"
         conditions = self.conditions
         if isinstance(conditions, list):
@@ -394,26 +388,25 @@ class SampleImages(SamplingCallback):
 
 
 def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str], Any]:
-    """Returns captions that the data holds back, with conditions where they are drawn to, if it has them."""
-    data, conditions = getattr(trainer, "datamodule", None), None
+    """Returns captions that the data holds back, with conditions where the module needs them."""
+    data, none = getattr(trainer, "datamodule", None), lambda count: None
+    conditions = None
     if draws_to_conditions(module):
-        held_back = getattr(data, "held_back_conditions", None)
-        conditions = held_back(_NUM_CAPTIONS) if held_back is not None else None
+        conditions = getattr(data, "held_back_conditions", none)(_NUM_CAPTIONS)
         if conditions is None:  # the first batch has both
             return [], None
-    captions = getattr(data, "held_back_captions", None)
     if draws_from(module) != "caption":
         return [], None
-    return captions(_NUM_CAPTIONS) if captions is not None else [], conditions
+    return getattr(data, "held_back_captions", none)(_NUM_CAPTIONS) or [], conditions
 
 
 def draws_from(module: L.LightningModule) -> str:
-    """Returns what of a batch a module draws: class numbers, if it is of classes, also where there are captions."""
+    """Returns the key of a batch's prompts: captions, or class numbers for a module of classes."""
     return getattr(module, "draws_from", "caption")
 
 
 def draws_to_conditions(module: L.LightningModule) -> bool:
-    """Returns whether a module draws to conditions; batches may have some for one that does not."""
+    """Returns whether a module needs conditions; batches may have some for one that does not."""
     return getattr(module, "draws_to_conditions", False)
 
 
@@ -422,12 +415,12 @@ class _RefusedError(Exception):
 
 
 def draw_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> Any:
-    """Draws with all ranks of a pipeline; collective, inside `Pipeline.relayed`.
+    """Samples with all ranks of a pipeline; collective, inside `Pipeline.relayed`.
 
     Args:
-        pipeline: In training.
-        call: What is drawn.
-        num_patches: Of PipeFusion, which begins with one synchronous step. With 1 all steps are synchronous.
+        pipeline: Pipeline in training.
+        call: The call of a pipeline.
+        num_patches: Patches of PipeFusion, which begins with a synchronous step. With 1 all steps are synchronous.
 
     Returns:
         What the call returns; None, with the reason in the log, where PipeFusion cannot do it on these stages.
@@ -443,10 +436,10 @@ def draw_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> 
 
 
 class StageDrawer:
-    """Runs the denoising loop of one drawing.
+    """Runs the denoising loop of one call.
 
     Args:
-        pipeline: In training.
+        pipeline: Pipeline in training.
         num_patches: See `draw_on_stages`.
     """
 
@@ -526,8 +519,8 @@ class StageDrawer:
                 for stop in range(start + 1, len(homes) + 1):
                     if rank not in homes[stop - 1]:
                         break
-                    found = squares + (stop - start) ** 2, [*positions, stop]
-                    ended[stop] = min(ended.get(stop, found), found)
+                    candidate = squares + (stop - start) ** 2, [*positions, stop]
+                    ended[stop] = min(ended.get(stop, candidate), candidate)
             started = ended
         if len(homes) in started:
             return tuple(started[len(homes)][1][:-1])
@@ -542,11 +535,11 @@ class StageDrawer:
 
     @contextlib.contextmanager
     def _everything_needed(self, model: nn.Module, setting: PipeFusionSetting) -> Iterator[None]:
-        """Gives this rank inside all that it runs: its own blocks, and what lies between blocks."""
-        needed, own = list[set[str]](), dict(model.named_parameters())
+        """Loads all parameters that this rank runs inside: its own blocks, and the layers between blocks."""
+        needed, parameters = list[set[str]](), dict(model.named_parameters())
         for rank in range(self._mesh.layout.ranks_per_pipeline):
             names = resident_parameters(model, setting.layout, setting.stages, rank)
-            needed.append({self._names[own[name]] for name in names})
+            needed.append({self._names[parameters[name]] for name in names})
         residents = self._pipeline.residents
         missing = set[str]().union(*(n - held for n, held in zip(needed, residents, strict=True)))
         whole = dict(self._pipeline.values_of(n for n in self._names.values() if n in missing))

@@ -1,18 +1,17 @@
-"""Quality of samples in training: a metric of torchmetrics over images drawn for captions of validation batches.
+"""Quality of samples in training: a metric of torchmetrics over images sampled for captions of validation batches.
 
     validation batch    real images -> metric; captions are kept         each pipeline those of its own batches
-    end of validation   captions -> samples, drawn as `SampleImages` does -> metric      all ranks together
+    end of validation   captions -> samples, as of `SampleImages`, -> metric               all ranks together
     logged              the metric, over the pipelines side by side
 
 Ranks of a pipeline have the same batches and get the same samples, so that each computes the same state, and one
-of each pipeline counts (`training/metric_sync.py`). Pipelines draw as often as the one with most captions.
+of each pipeline counts (`training/metric_sync.py`). Pipelines sample as often as the one with most captions.
 
 Sources:
     FID, Heusel et al. (2017), https://arxiv.org/abs/1706.08500
     CLIPScore, Hessel et al. (2021), https://arxiv.org/abs/2104.08718
 """
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from torchmetrics import Metric
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.multimodal.clip_score import CLIPScore
 
+from lightning_diffpipe.callbacks.monitor import pipeline_of
 from lightning_diffpipe.callbacks.sample_images import (
     SamplingCallback,
     draws_from,
@@ -36,20 +36,20 @@ from lightning_diffpipe.errors import ConfigurationError, require_number
 
 
 class SampleMetric(SamplingCallback):
-    """Logs a metric of samples drawn for validation batches, by the model in training; for subclasses.
+    """Logs a metric of samples for validation batches, by the model in training; for subclasses.
 
     Args:
-        name: Of what is logged, `val/NAME`.
+        name: Name of the metric, which is logged as `val/NAME`.
         metric: On the device while it is computed, on the host else.
-        num_samples: Images drawn, by all pipelines together, or as many as validation has.
-        batch_size: Images that a pipeline draws at once.
+        num_samples: Images that all pipelines sample together, or as many as validation has.
+        batch_size: Images that a pipeline samples at once.
         every_n_steps: Optimizer steps between two measurements, which begin with a validation; None for all of
             them, as `Trainer.val_check_interval` says. `trainer.validate` always measures.
         sampling: Arguments of `SamplingCallback`. The start noise is the same each time, so that values compare.
 
     Raises:
-        ConfigurationError: A number is none that can be; the module cannot draw; or validation has no images, or
-            nothing to draw.
+        ConfigurationError: A number is none that can be; the module cannot sample; or validation has no images, or
+            nothing to sample.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class SampleMetric(SamplingCallback):
         """Adds images of the data to the metric, `(N, 3, H, W)` in [0, 1]."""
 
     def add_samples(self, images: Tensor, prompts: list[Any]) -> None:
-        """Adds samples to the metric, `(N, 3, H, W)` in [0, 1], with what they were drawn for."""
+        """Adds samples to the metric, `(N, 3, H, W)` in [0, 1], with their prompts."""
         raise NotImplementedError
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuses a module that cannot draw."""
+        """Refuses a module that cannot sample."""
         self._next_step = 0
         if stage in ("fit", "validate"):
             self.require_sample(pl_module)
@@ -100,8 +100,8 @@ class SampleMetric(SamplingCallback):
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *args: Any
     ) -> None:
-        """Takes the images of a batch, and what to draw for them."""
-        left = -(-self.num_samples // _share(trainer)[0]) - len(self._prompts)
+        """Takes the images of a batch, and their prompts and conditions."""
+        left = -(-self.num_samples // pipeline_of(trainer)[1]) - len(self._prompts)
         if not self._is_due or left <= 0:
             return
         wanted = ["image", draws_from(pl_module)]
@@ -122,7 +122,7 @@ class SampleMetric(SamplingCallback):
             self._conditions += [*rows][:left]
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draws, and logs the metric; every rank takes part."""
+        """Samples, and logs the metric; every rank takes part."""
         if not self._is_due:
             return
         device, reduce = trainer.strategy.root_device, trainer.strategy.reduce
@@ -134,11 +134,11 @@ class SampleMetric(SamplingCallback):
                 f"{'a pipeline' if most else 'anybody'}; take a larger data.validation_share, or leave it out "
                 f"(callbacks.{self.name}=null)"
             )
-        number, place = _share(trainer)
+        place, number = pipeline_of(trainer)
         for draw, start in enumerate(range(0, most, self.batch_size)):
             rows = slice(start, start + self.batch_size)
             prompts = self._prompts[rows]
-            # Where others have more, one is drawn again, with them.
+            # Where others have more, one is sampled again, with them.
             conditions = (self._conditions[rows] or self._conditions[:1]) or None
             given = conditions and self._stacked(conditions, device)
             seed = self.seed + draw * number + place
@@ -162,12 +162,6 @@ class SampleMetric(SamplingCallback):
         return [np.stack(column) for column in zip(*rows, strict=True)]
 
 
-def _share(trainer: L.Trainer) -> tuple[int, int]:
-    """Returns how many pipelines share out the data, and which one this is."""
-    share = getattr(trainer, "distributed_sampler_kwargs", None)
-    return (share["num_replicas"], share["rank"]) if share else (1, 0)
-
-
 class FID(SampleMetric):
     """Logs `val/fid`, the Frechet distance between features of samples and of validation images.
 
@@ -180,14 +174,15 @@ class FID(SampleMetric):
         options: Further arguments of `SampleMetric`.
 
     Raises:
-        ConfigurationError: The package torch-fidelity is missing, or weights are, and downloads are off.
+        ModuleNotFoundError: The package torch-fidelity is missing.
+        ConfigurationError: Weights are missing, and downloads are off.
     """
 
     def __init__(
         self, feature: int | nn.Module = 2048, weights: str | None = None, **options: Any
     ) -> None:
         if not isinstance(feature, nn.Module):
-            _require_inception(weights)
+            _require_weights(weights)
         settings = {"normalize": True, "feature_extractor_weights_path": weights}
         super().__init__("fid", FrechetInceptionDistance(feature, **settings), **options)
 
@@ -200,12 +195,7 @@ class FID(SampleMetric):
         self.metric.update(images.float(), real=False)
 
 
-def _require_inception(weights: str | None) -> None:
-    if importlib.util.find_spec("torch_fidelity") is None:
-        raise ConfigurationError(
-            "callbacks=fid needs the package torch-fidelity; run: pip install torch-fidelity, or give a network of "
-            "features of your own (callbacks.fid.feature._target_=CLASS)"
-        )
+def _require_weights(weights: str | None) -> None:
     from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
 
     default = Path(torch.hub.get_dir()) / "checkpoints" / URL_INCEPTION_V3.rsplit("/", 1)[-1]
@@ -235,12 +225,12 @@ class _Clip(nn.Module):
         return self._processor(**options, **({} if images is None else {"images": images}))
 
     def get_image_features(self, *inputs: Tensor) -> Tensor:
-        found = self.model.get_image_features(*inputs)
-        return getattr(found, "pooler_output", found)
+        output = self.model.get_image_features(*inputs)
+        return getattr(output, "pooler_output", output)
 
     def get_text_features(self, *inputs: Tensor) -> Tensor:
-        found = self.model.get_text_features(*inputs)
-        return getattr(found, "pooler_output", found)
+        output = self.model.get_text_features(*inputs)
+        return getattr(output, "pooler_output", output)
 
 
 class ClipScore(SampleMetric):
@@ -252,7 +242,8 @@ class ClipScore(SampleMetric):
         options: Further arguments of `SampleMetric`.
 
     Raises:
-        ConfigurationError: There is no such model, or the module draws classes.
+        OSError: There is no such model.
+        ConfigurationError: The module samples classes.
     """
 
     def __init__(
@@ -260,12 +251,17 @@ class ClipScore(SampleMetric):
         model: str | Callable[[], tuple[Any, Any]] = "openai/clip-vit-base-patch16",
         **options: Any,
     ) -> None:
-        clip = _Clip(*(_opened(model) if isinstance(model, str) else model()))
+        if isinstance(model, str):
+            from transformers import CLIPModel, CLIPProcessor  # takes its time
+
+            clip = _Clip(CLIPModel.from_pretrained(model), CLIPProcessor.from_pretrained(model))
+        else:
+            clip = _Clip(*model())
         metric = CLIPScore(lambda: (clip, clip.process))
         super().__init__("clip_score", metric, **options)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuses a module that draws no captions."""
+        """Refuses a module that samples no captions."""
         super().setup(trainer, pl_module, stage)
         if draws_from(pl_module) != "caption":
             raise ConfigurationError(
@@ -276,16 +272,3 @@ class ClipScore(SampleMetric):
     def add_samples(self, images: Tensor, prompts: list[Any]) -> None:
         """See `SampleMetric`."""
         self.metric.update((255 * images).round().byte(), prompts)
-
-
-def _opened(model: str) -> tuple[Any, Any]:
-    from transformers import CLIPModel, CLIPProcessor  # takes its time
-
-    try:
-        return CLIPModel.from_pretrained(model), CLIPProcessor.from_pretrained(model)
-    except (OSError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigurationError(
-            f"callbacks.clip_score.model={model} cannot be opened; check it, or allow downloads (offline=false): "
-            f"{reason}"
-        ) from error

@@ -1,9 +1,8 @@
-"""Adapters as files while they are trained, for other programs to draw with.
+"""Adapters as files while they are trained, for other programs to sample with.
 
 A checkpoint has what training needs to go on; these files have the adapters alone, averaged if there are averages.
 """
 
-import contextlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +18,9 @@ class SaveLora(L.Callback):
     """Writes the adapters of a ready-made module every so many steps, into `folder/step=000500`.
 
     Args:
-        folder: Where to.
+        folder: Folder of the files.
         every_n_steps: Optimizer steps between two files.
-        names: As in `PartsModule.save_lora`.
+        names: Names of `PartsModule.save_lora`.
         keep_last: Files of so many of the latest steps stay, and older ones are removed; None for all.
 
     Raises:
@@ -48,10 +47,7 @@ class SaveLora(L.Callback):
         if step == self._last_step or step % self.every_n_steps:
             return
         self._last_step = step
-        with contextlib.ExitStack() as stack:
-            for callback in trainer.callbacks:
-                if isinstance(callback, EMA):
-                    stack.enter_context(callback.averaged(pl_module))
+        with EMA.averaged_in(trainer, pl_module):
             state = trainer.strategy.lightning_module_state_dict()
         if trainer.is_global_zero:
             pl_module.save_lora(self.folder / f"step={step:06}", self.names, state)

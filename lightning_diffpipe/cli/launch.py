@@ -22,7 +22,12 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DiffPipeError,
+    raised_by_all,
+    require_number,
+)
 
 _GRACE_S = 15.0
 
@@ -36,7 +41,7 @@ def own_rank() -> int:
 
 @functools.cache
 def announce_loading() -> None:
-    """Says once that imports will take seconds, unless they are done; without advice to install torchvision."""
+    """Prints once that imports take seconds, unless they are done; silences advice to install torchvision."""
     logging.getLogger("transformers.utils.import_utils").addFilter(
         lambda record: "requires torchvision" not in record.getMessage()
     )
@@ -138,13 +143,13 @@ def say(text: str) -> None:
 
 
 def print_to_nobody() -> None:
-    """Lets what is printed go nowhere from now on, with what is left in the buffer, an error when Python ends."""
+    """Redirects standard output to nowhere, with the rest of its buffer, which would fail when Python ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
 def _ended_with(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Gives SIGTERM on to processes that this one has started, and leaves the block with its exit code."""
+    """Passes SIGTERM on to child processes, and leaves the block with its exit code."""
 
     def end(*_: Any) -> None:
         for child in children:
@@ -163,15 +168,12 @@ def _ended_with(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
 def num_ranks_of(values: dict[str, Any]) -> int:
     """Returns the number of processes in `trainer.devices`, or raises ConfigurationError if it is none."""
     num_ranks = values["trainer"]["devices"]
-    if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 1:
-        raise ConfigurationError(
-            f"trainer.devices must be a number of processes; got {num_ranks!r}"
-        )
+    require_number("trainer.devices", num_ranks, 1, whole=True)
     return num_ranks
 
 
 def share_cores(values: dict[str, Any], num_ranks: int) -> None:
-    """Lets processes on one machine not fight for its cores."""
+    """Divides the cores of a machine among its processes."""
     if values["num_threads"] is None and num_ranks > 1:
         import torch
 
@@ -287,15 +289,13 @@ def quoted(text: str) -> str:
 
 def _wait_for(children: Sequence[subprocess.Popen[bytes]], patience_s: float) -> None:
     deadline = time.monotonic() + patience_s
-    for child in children:
-        try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        for child in children:
             child.wait(max(deadline - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            return
 
 
 def _end(children: Sequence[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
-    """Kills what has not ended by itself, and returns it; a rank that has something to say gets a second for it."""
+    """Kills processes that do not end by themselves in a second, in which they may print errors; returns them."""
     _wait_for(children, 1.0)
     killed = [child for child in children if child.poll() is None]
     for child in killed:

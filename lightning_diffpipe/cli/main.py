@@ -11,15 +11,14 @@ import re
 import signal
 import string
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import (
     ConfigCompositionException,
@@ -32,21 +31,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from lightning_diffpipe.cli.launch import announce_loading, own_rank, print_to_nobody, quoted
-from lightning_diffpipe.cli.values import (
-    POSITIONS,
-    VERBS,
-    in_settings,
-    is_of_library,
-    refuse_values,
-)
+from lightning_diffpipe.cli.values import POSITIONS, VERBS, in_settings, refuse_values
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
-_VALUED = (  # flags of Hydra that take a value
-    *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"),
-    *("--config-dir", "-cd", "--experimental-rerun", "--info", "-i"),
-)
-_FLAGS = (*("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"), *_VALUED)
-# Of those the ones that print something, and run nothing.
+# Flags of Hydra that print something, and run nothing.
 _PRINTED = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 # Verbs without processes and folders of runs, that shall answer at once.
 _PRINTING = ("plan", "show", "diff", "data")
@@ -56,36 +44,27 @@ _CONF = "pkg://lightning_diffpipe.conf"
 def _named(name: str, arguments: Sequence[str]) -> list[str]:
     """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`.
 
-    A `~` that the shell has left there, as after a name with a dot, is the user's home. Flags go last, as argparse
+    A `~` that the shell has left there, as after a name with a dot, is the user's home. Flags go last, as Hydra
     reads settings in one stretch only.
     """
-    names = list(POSITIONS.get(name, ()))
-    settings, flags, before = list[str](), list[str](), ""
-    for argument in arguments:
-        is_value = before in _VALUED and not (before in ("--info", "-i") and "=" in argument)
-        if is_value or argument.startswith("-"):
-            flags.append(argument)
-        elif names and ("=" not in argument or Path(argument).is_file()):
+    names, flags, settings = list(POSITIONS.get(name, ())), list(arguments), list[str]()
+    for argument in get_args_parser().parse_intermixed_args(arguments).overrides:
+        flags.remove(argument)
+        if names and ("=" not in argument or Path(argument).is_file()):
             settings.append(f"{names.pop(0)}={quoted(argument)}")
         else:
             settings.append(re.sub(r"(?<==)~(?=/|$)", str(Path.home()), argument, count=1))
-        before = argument
     return [*settings, *flags]
 
 
 @raised_by_all()
-def _refuse_flags(arguments: Sequence[str]) -> None:
-    """Raises ConfigurationError for a flag that Hydra lacks, or has only for commands without verbs."""
-    for before, argument in pairwise(["", *arguments]):
-        flag, equals, _ = argument.partition("=")
-        is_value = before in _VALUED and not equals
-        if flag in ("-m", "--multirun"):
-            raise ConfigurationError(
-                f"{flag} begins a sweep in this one process; write a loop of the shell, for example: "
-                f"for lr in 1e-3 1e-4; do diffpipe train model.optimization.lr=$lr; done"
-            )
-        if argument.startswith("-") and flag not in _FLAGS and not is_value:
-            raise ConfigurationError(f"there is no flag {flag}; known: {', '.join(_FLAGS)}")
+def _refuse_sweep(arguments: Sequence[str]) -> None:
+    """Raises ConfigurationError for Hydra's sweeps: Lightning starts processes, which would begin them again."""
+    if not {"-m", "--multirun"}.isdisjoint(arguments):
+        raise ConfigurationError(
+            "--multirun begins a sweep in this one process; write a loop of the shell, for example: "
+            "for lr in 1e-3 1e-4; do diffpipe train model.optimization.lr=$lr; done"
+        )
 
 
 def _run(name: str, arguments: Sequence[str]) -> None:
@@ -104,7 +83,6 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         try:
             if "trainer" in config:
                 announce_loading()
-            _refuse_deleted(config, arguments)
             refuse_values(config)
             return function(config)
         except InstantiationException as error:
@@ -115,7 +93,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
 
     quiet = ["hydra.output_subdir=null"] if own_rank() else []
     sys.argv = [whole[0], *quiet, *_named(name, arguments)]
-    _refuse_flags(sys.argv[1:])
+    _refuse_sweep(arguments)
     try:
         _call(name, task)
     except OSError as error:
@@ -138,15 +116,6 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         sys.argv = whole
     if failure is not None:
         raise failure
-
-
-def _refuse_deleted(config: DictConfig, arguments: Sequence[str]) -> None:
-    """Raises ConfigurationError for `~setting` where something needs the setting."""
-    for argument in arguments:
-        name = argument.removeprefix("~").partition("=")[0]
-        is_deleted = argument.startswith("~") and name.isidentifier() and name not in config
-        if is_deleted and name not in ("adapter", "callbacks", "experiment", "logger", "optimizer"):
-            raise ConfigurationError(f"{argument} deletes what this needs; leave it out")
 
 
 def _call(name: str, task: Callable[[DictConfig], Any]) -> None:
@@ -181,42 +150,27 @@ def _composed(name: str, settings: Sequence[str]) -> DictConfig:
     with hydra.initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
         config = hydra.compose(name, overrides=[*settings], return_hydra_config=True)
     HydraConfig.instance().set_config(config)
-    own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-    OmegaConf.set_struct(own, True)
-    return own
+    of_verb = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    OmegaConf.set_struct(of_verb, True)
+    return of_verb
 
 
 def _print_help(config: DictConfig) -> None:
     """Prints the help of a verb as its config says, with the groups that it has."""
-    own = HydraConfig.get().runtime.choices
-    folders = [f for f in files("lightning_diffpipe.conf").iterdir() if f.name in own]
+    choices = HydraConfig.get().runtime.choices
     groups = list[str]()
-    for folder in sorted(folders, key=lambda each: each.name):
-        names = (file.name for file in folder.iterdir() if file.name.endswith(".yaml"))
-        options = sorted(name.removesuffix(".yaml") for name in names)
-        groups += [f"{folder.name}: {', '.join(options)}\n"] if options else []
+    for group in sorted(map(str, choices)):
+        folder = files("lightning_diffpipe.conf") / group
+        names = folder.iterdir() if folder.is_dir() else ()
+        options = sorted(f.name.removesuffix(".yaml") for f in names if f.name.endswith(".yaml"))
+        groups += [f"{group}: {', '.join(options)}\n"] if options else []
     template = string.Template(HydraConfig.get().help.template)
     print(template.substitute(APP_CONFIG_GROUPS="".join(groups), CONFIG=OmegaConf.to_yaml(config)))
 
 
-def _explain_call(error: InstantiationException, cause: Exception) -> str:
-    """Says what went wrong when Hydra called something, and where, if that was in what it called."""
-    frames = traceback.extract_tb(cause.__traceback__)
-    frames = [
-        frame for frame in frames if Path(hydra.__file__).parent not in Path(frame.filename).parents
-    ]
-    if not frames:  # the call itself: an argument that it does not know, a module that is not there
-        return str(cause)
-    place = ([frame for frame in frames if not is_of_library(frame.filename)] or frames)[-1]
-    message = f"{type(cause).__name__}: {cause}".removesuffix(": ")
-    return f"{str(error).splitlines()[0]} {message} ({place.filename}:{place.lineno})"
-
-
 def _explain(error: Exception) -> str:
-    """Says in one line what is wrong, in Hydra's words where it found that out, without those about its inside."""
+    """Returns an error in one line; of Hydra's without words about its inside."""
     if isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
-        if not isinstance(error.__cause__, DiffPipeError | HydraException | OmegaConfBaseException):
-            return _explain_call(error, error.__cause__)
         error = error.__cause__
     if isinstance(error, DiffPipeError):
         return str(error)

@@ -95,51 +95,35 @@ def plan(config: DictConfig) -> Any:
     if values["output"] is not None:
         require_writable(values["output"])
     require_number("disk_bytes_per_s", values["disk_bytes_per_s"], above=0)
-    own = ("global_batch_size", "filling", "optimizer_bytes_factor", "encode_first")
-    asked = {key: values[key] for key in own} | values["strategy"]
+    names = ("global_batch_size", "filling", "optimizer_bytes_factor", "encode_first")
+    asked = {key: values[key] for key in names} | values["strategy"]
     with named({name: f"strategy.{name}" for name in values["strategy"]}):
         options = PlanOptions.from_dict(asked)
         cluster = _cluster(values["cluster"])
         # After what may be refused: a model on paper takes seconds.
         profile = _profile_to_plan(config)
         start_s = time.perf_counter()
-        found = find_plan(profile, cluster, options)
-    found_s = time.perf_counter()
-    took = f"found in {seconds(found_s - start_s)}"
+        best = find_plan(profile, cluster, options)
+    searched_s = time.perf_counter()
+    took = f"found in {seconds(searched_s - start_s)}"
     if values["explain"]:
         rate = values["disk_bytes_per_s"]
-        why = explain(found, profile, cluster, values["explain_s"], rate)
-        found = replace(found, changes=why.changes)
-        took += f"; what else could be changed was searched for {seconds(time.perf_counter() - found_s)}"
+        why = explain(best, profile, cluster, values["explain_s"], rate)
+        best = replace(best, changes=why.changes)
+        took += f"; what else could be changed was searched for {seconds(time.perf_counter() - searched_s)}"
     if values["output"] is not None:  # before anything is printed: whoever reads may have gone
-        _write(values["output"], found.to_json())
-    print(report(found))
-    if values["explain"] and not found.changes:
+        _write(values["output"], best.to_json())
+    print(report(best))
+    if values["explain"] and not best.changes:
         print("\nNone of the changes that were tried would make the step shorter.")
     print(f"\n{took}")
-    if config.profile is not None and (unknown := _unknown_splits(found, profile)):
-        print(f"\n{unknown}")
     if values["output"] is not None:
         batch = (
-            f"; train with data.batch_size={found.samples_per_pipeline}, the samples of one of its "
-            f"{found.num_pipelines} pipelines"
+            f"; train with data.batch_size={best.samples_per_pipeline}, the samples of one of its "
+            f"{best.num_pipelines} pipelines"
         )
-        print(f"wrote {values['output']}{batch if found.num_pipelines > 1 else ''}")
-    return found
-
-
-def _unknown_splits(plan: Any, profile: Any) -> str:
-    """Returns what to say of encoders that the plan splits and of which nobody knows whether they can be."""
-    names = [encoder.name for encoder in profile.encoders if encoder.splittable is None]
-    group, whole = plan.options.frozen_group_size, max(plan.microbatch_sizes)
-    splits = plan.options.frozen_splittable and plan.ranks_per_pipeline > 1 and group < whole
-    if not names or not splits:
-        return ""
-    return (
-        f"The profile does not say whether {', '.join(names)} gives the same on some samples of a microbatch "
-        f"only. This plan runs frozen layers on {group} of {whole} at a time, and training ends at its first step "
-        f"if they mix samples; strategy.frozen_group_size={whole} keeps microbatches whole."
-    )
+        print(f"wrote {values['output']}{batch if best.num_pipelines > 1 else ''}")
+    return best
 
 
 def _profile_to_plan(config: DictConfig) -> Any:
@@ -194,12 +178,6 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in nested.items() if value is not None}
 
 
-def _read_plan(path: str) -> Any:
-    from lightning_diffpipe.planning.plan import PipelinePlan
-
-    return PipelinePlan.from_json(_read(path), path)
-
-
 @verb("print a plan or a profile, or draw a plan: diffpipe show plan.json as=image output=plan.svg")
 def show(config: DictConfig) -> None:
     """Shows `plan` as a report, a timeline, a trace or an image; a profile as a table of its layers."""
@@ -223,21 +201,21 @@ def show(config: DictConfig) -> None:
         profile = ModelProfile.from_json(text, values["plan"])
         print(cost_table(profile, values["samples"]))
         return
-    found = PipelinePlan.from_json(text, values["plan"])
+    plan = PipelinePlan.from_json(text, values["plan"])
     if values["profile"] is not None:
         rate = values["disk_bytes_per_s"]
-        found = _explained(found, values["profile"], values.get("cluster"), rate)
+        plan = _explained(plan, values["profile"], values.get("cluster"), rate)
     match form:
         case "report":
-            print(report(found, values["max_columns"]))
+            print(report(plan, values["max_columns"]))
         case "timeline":
-            print(render(found.timeline, max_columns=values["max_columns"]))
+            print(render(plan.timeline, max_columns=values["max_columns"]))
         case "trace":
-            _write(output, chrome_trace({"planned": found.timeline}))
+            _write(output, chrome_trace({"planned": plan.timeline}))
         case "image":
             with file_errors("write", output):
                 Path(output).parent.mkdir(parents=True, exist_ok=True)
-                plot({"planned": found.timeline}, output, f"plan {found.digest}")
+                plot({"planned": plan.timeline}, output, f"plan {plan.digest}")
     if output is not None:
         print(f"wrote {output}")
 
@@ -267,7 +245,11 @@ def _explained(
 @verb("say how two plans differ: diffpipe diff before.json after.json")
 def diff(config: DictConfig) -> None:
     """Compares `before` with `after`."""
+    from lightning_diffpipe.planning.plan import PipelinePlan
     from lightning_diffpipe.viewing.report import diff as difference
 
     values = plain(config)
-    print(difference(_read_plan(values["before"]), _read_plan(values["after"])))
+    before, after = (
+        PipelinePlan.from_json(_read(values[name]), values[name]) for name in ("before", "after")
+    )
+    print(difference(before, after))

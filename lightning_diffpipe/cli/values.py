@@ -107,7 +107,7 @@ def refuse_values(config: DictConfig) -> None:
 
 @contextmanager
 def named(arguments: Mapping[str, str]) -> Iterator[None]:
-    """Gives arguments in errors the names of their settings, such as `{"num_stages": "strategy.num_stages"}`."""
+    """Replaces arguments in errors by their settings, such as `{"num_stages": "strategy.num_stages"}`."""
     try:
         yield
     except DiffPipeError as error:
@@ -125,31 +125,29 @@ def with_settings(message: str, arguments: Mapping[str, str]) -> str:
     names = "|".join(map(re.escape, arguments))
     pattern = rf"(?<![\w.])({names})(?==| must | names | is | has |: )"
     return (
-        re.sub(pattern, lambda found: arguments[found[1]], message, count=1) if names else message
+        re.sub(pattern, lambda match: arguments[match[1]], message, count=1) if names else message
     )
 
 
 def in_settings(error: InstantiationException, config: DictConfig) -> Exception:
-    """Returns what went wrong when something was built, about the setting that it names.
-
-    An error of installed code gets the name of what was built; one of the user's code stays.
-    """
-    cause, found = error.__cause__, re.search(r"^full_key: (\S+)", str(error), re.MULTILINE)
-    if found is None or not isinstance(cause, Exception):
+    """Returns the error of what was built with the name of its setting, and the place if it is in user code."""
+    cause, full_key = error.__cause__, re.search(r"^full_key: (\S+)", str(error), re.MULTILINE)
+    if full_key is None or not isinstance(cause, Exception):
         return error
-    key = found[1].replace("trainer.strategy", "strategy")  # to which it points
+    key = full_key[1].replace("trainer.strategy", "strategy")  # to which it points
     if isinstance(cause, DiffPipeError):
         settings = {str(name): f"{key}.{name}" for name in OmegaConf.select(config, key) or ()}
         cause.args = (with_settings(str(cause), settings), *cause.args[1:])
         return error
-    if not all(is_of_library(f.filename) for f in traceback.extract_tb(cause.__traceback__)):
-        return error
-    refusal = ConfigurationError(f"{key}: {type(cause).__name__}: {' '.join(str(cause).split())}")
+    text = " ".join(f"{type(cause).__name__}: {cause}".removesuffix(": ").split())
+    frames = traceback.extract_tb(cause.__traceback__)
+    places = [f" ({f.filename}:{f.lineno})" for f in frames if not _is_of_library(f.filename)]
+    refusal = ConfigurationError(f"{key}: {text}{places[-1] if places else ''}")
     refusal.__cause__ = cause
     return refusal
 
 
-def is_of_library(path: str) -> bool:
+def _is_of_library(path: str) -> bool:
     """Returns whether code was installed, with Python or as a package."""
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = {Path(sysconfig.get_path(kind)) for kind in kinds}
@@ -159,7 +157,7 @@ def is_of_library(path: str) -> bool:
 
 @contextmanager
 def file_errors(verb: str, path: str) -> Iterator[None]:
-    """Says in a line why a file that the user named cannot be read or written."""
+    """Turns errors of a file that the user named into a ConfigurationError of one line."""
     try:
         yield
     except OSError as error:

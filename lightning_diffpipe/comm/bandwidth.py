@@ -50,7 +50,7 @@ def measure_cluster(
 
     Args:
         group: All ranks of the run, in the backend that training uses; None means one rank.
-        device: Where messages live in training.
+        device: Device of messages in training.
         sizes: Bytes of the messages to time; two different ones at least.
         budget_s: Seconds to spend, about.
 
@@ -114,27 +114,22 @@ def fit_link(times: Sequence[tuple[float, float]]) -> Link:
         >>> round(link.latency_s, 4), round(link.bandwidth_bytes_per_s / 1e6)
         (0.001, 10)
     """
-    weights = [1 / max(seconds, 1e-9) ** 2 for _, seconds in times]
-    total = sum(weights)
-    mean_bytes = sum(w * b for w, (b, _) in zip(weights, times, strict=True)) / total
-    mean_s = sum(w * s for w, (_, s) in zip(weights, times, strict=True)) / total
-    pairs = list(zip(weights, times, strict=True))
-    spread = sum(w * (b - mean_bytes) ** 2 for w, (b, _) in pairs)
-    slope = sum(w * (b - mean_bytes) * (s - mean_s) for w, (b, s) in pairs) / (spread or 1.0)
-    latency_s = mean_s - slope * mean_bytes
+    sizes, times_s = torch.tensor(times, dtype=torch.float64).T
+    times_s = times_s.clamp(min=1e-9)
+    of_times = torch.stack([1 / times_s, sizes / times_s], 1)  # both terms, relative to the time
+    ones = torch.ones(len(of_times), 1, dtype=torch.float64)
+    latency_s, slope = torch.linalg.lstsq(of_times, ones).solution.flatten().tolist()
     if latency_s < 0:  # then the best line through the origin
-        latency_s = 0.0
-        slope = sum(w * b * s for w, (b, s) in pairs) / sum(w * b * b for w, (b, _) in pairs)
+        latency_s, slope = 0.0, torch.linalg.lstsq(of_times[:, 1:], ones).solution.item()
     if slope <= 0:  # larger messages took no longer: too noisy or too small to tell
-        return Link(latency_s=max(mean_s, 0.0))
+        return Link(latency_s=float(times_s.pow(-1).sum() / times_s.pow(-2).sum()))
     return Link(1 / slope, latency_s)
 
 
 class _TensorSets:
-    """Some tensors that are sent as one message, as a stage sends what crosses its border.
+    """Sets of tensors, each of which is sent as one message, as a stage sends the tensors of a boundary.
 
-    There are several sets of them, packed in turn: what a stage sends was made some time ago, and the processor's
-    caches have been used for other things since.
+    They are packed in turn, as in training, where the processor's caches hold other data by the time of a message.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -276,9 +271,9 @@ def host_bytes_per_s(device: torch.device) -> float:
 
 def with_memory(cluster: Cluster, group: dist.ProcessGroup | None, device: torch.device) -> Cluster:
     """Returns a cluster with `memory_bytes`, what a plan may use on each rank of a group; a collective call."""
-    own = memory_bytes(device)
-    found = [own] if group is None else gathered_objects(own, group)
-    limits = [limit for limit in found if limit is not None]
+    limit = memory_bytes(device)
+    of_ranks = [limit] if group is None else gathered_objects(limit, group)
+    limits = [limit for limit in of_ranks if limit is not None]
     if not limits:
         return cluster
     if max(limits) <= _EQUAL_MEMORY * min(limits):

@@ -74,29 +74,34 @@ class Traffic:
         return copy.deepcopy(self)
 
     def since(self, before: Traffic) -> Traffic:
-        """Returns what was counted after a snapshot."""
+        """Returns the traffic after a snapshot."""
         return Traffic(*map(operator.sub, vars(self).values(), vars(before).values()))
 
     def plus(self, other: Traffic) -> Traffic:
-        """Returns what was counted in both."""
+        """Returns the sum of both."""
         return Traffic(*map(operator.add, vars(self).values(), vars(other).values()))
+
+    def count_sent(self, num_bytes: int, kind: MessageKind) -> None:
+        """Counts a message of so many bytes."""
+        self.bytes_sent[kind] += num_bytes
+        self.messages_sent[kind] += 1
 
 
 class Incoming(Protocol):
-    """A tensor under way."""
+    """A tensor that is being received."""
 
     def begin(self) -> None:
-        """Begins the receive, after those of earlier messages on its edge, if it has not started."""
+        """Begins the receive, after those of earlier messages on its edge, if it has not begun."""
 
     def wait(self) -> Tensor:
-        """Blocks until it is here, or raises PipelineTimeoutError in the end. May be called once."""
+        """Returns the tensor, or raises PipelineTimeoutError; may be called once."""
 
 
 class Links(Protocol):
     """One position's way to all others.
 
     Attributes:
-        device: Where received tensors live.
+        device: Device of received tensors.
         occupies_device: Whether receives keep the device busy from when they begin, and so begin late.
     """
 
@@ -142,10 +147,9 @@ def start_all_gather(
 
     Returns a function that waits, and returns the parts of all positions, in order.
     """
-    peers = [rank for rank in range(links.num_ranks) if rank != links.rank]
-    expected = {rank: shapes[rank] for rank in peers}
-    incoming = links.start_exchange(dict.fromkeys(peers, tensor), expected, kind)
     ranks = range(links.num_ranks)
+    expected = {rank: shapes[rank] for rank in ranks if rank != links.rank}
+    incoming = links.start_exchange(dict.fromkeys(expected, tensor), expected, kind)
     return lambda: [tensor if rank == links.rank else incoming[rank].wait() for rank in ranks]
 
 
@@ -162,7 +166,7 @@ def exchange(
 
 @dataclass
 class Alone(Links):
-    """The links of a sampler that has one rank."""
+    """The links of a sampler that has one rank, which sends and receives nothing."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rank: int = 0
@@ -170,24 +174,13 @@ class Alone(Links):
     traffic: Traffic = field(default_factory=Traffic)
     occupies_device: bool = False
 
-    def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
-        """Raises, as there is no other rank to send to."""
-        raise AssertionError(f"one rank alone sends {kind} to {to}")
-
-    def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
-        """Raises, as there is no other rank to receive from."""
-        raise AssertionError(f"one rank alone waits for {kind} of {source}")
-
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
-        """Returns what `make` returns."""
+        """Returns the object that `make` makes."""
         return make()
 
     def gather_object(self, value: Any) -> list[Any]:
         """Returns the value alone."""
         return [value]
-
-    def finish(self) -> None:
-        """Does nothing, as nothing is under way."""
 
 
 # ------------------------------------------------------------------------------------------ processes
@@ -245,35 +238,35 @@ class ProcessLinks(Links):
 
         Args:
             groups_of_ranks: Disjoint groups; this rank must be in one of them.
-            device: Where tensors of this rank live.
+            device: Device of this rank's tensors.
             backend: "gloo" or "nccl".
             timeout_s: Limit of a wait for a message, in seconds.
-            patience_s: That of a wait for plain objects; long where ranks watch each other, and else as for a
-                message, if not given.
-            chained: Messages travel one by one, over NCCL from each position to the next and from the last to all;
-                else it has a communicator only for exchanges of all positions.
+            patience_s: Limit of a wait for plain objects, in seconds. If not given, it is that of the watcher where
+                ranks watch each other, and else `timeout_s`.
+            chained: Over NCCL, make communicators for single messages, from each position to the next and from the
+                last to all, besides that for exchanges of all positions.
 
         Returns:
             The links of this rank's group.
 
         Raises:
-            PipelineTimeoutError: A rank was lost meanwhile.
+            PipelineTimeoutError: A rank was lost.
         """
-        mine, timeout = None, datetime.timedelta(seconds=timeout_s)
         if patience_s is None:
-            is_watched = watcher.num_ranks > 1
-            patience_s = watcher.patience_s if is_watched else timeout_s
-        patience = datetime.timedelta(seconds=max(patience_s, timeout_s))
+            patience_s = watcher.patience_s if watcher.num_ranks > 1 else timeout_s
+        patience_s = max(patience_s, timeout_s)
 
-        def group_of(ranks: Sequence[int], backend: str, limit: datetime.timedelta) -> Any:
+        def group_of(ranks: Sequence[int], backend: str, limit_s: float) -> Any:
+            limit = datetime.timedelta(seconds=limit_s)
             make = lambda: connected_group(list(ranks), backend, limit)
             return watcher.call("new connections", make)
 
+        links = None
         for ranks in groups_of_ranks:
-            control = group_of(ranks, "gloo", patience)
+            control = group_of(ranks, "gloo", patience_s)
             together, groups = control, {}
             if backend != "gloo" and len(ranks) > 1:
-                together = group_of(ranks, backend, timeout)
+                together = group_of(ranks, backend, timeout_s)
                 if dist.get_rank() in ranks:  # makes its communicator
                     dist.all_reduce(torch.zeros(1, device=device), group=together)
             for a, b in itertools.permutations(range(len(ranks)), 2):
@@ -281,12 +274,12 @@ class ProcessLinks(Links):
                     groups[a, b] = control
                 elif chained and (b == a + 1 or a == len(ranks) - 1):
                     pair = [ranks[a], ranks[b]]
-                    groups[a, b] = group_of(pair, backend, timeout)
+                    groups[a, b] = group_of(pair, backend, timeout_s)
                     open_edge(groups[a, b], *pair, device)
             if dist.get_rank() in ranks:
-                mine = cls(ranks, device, backend, timeout_s, groups, control, together)
-        assert mine is not None, "this rank is in no group"
-        return mine
+                links = cls(ranks, device, backend, timeout_s, groups, control, together)
+        assert links is not None, "this rank is in no group"
+        return links
 
     def disconnect(self) -> None:
         """Destroys the groups, once every send has left."""
@@ -312,7 +305,7 @@ class ProcessLinks(Links):
         group, tag = self.groups[self.rank, to], self._tag(True, to, kind)
         with self._naming(kind, to):  # the peer may have gone since the last message
             work = dist.isend(buffer, self.ranks[to], group=group, tag=tag)
-        self._count_sent(buffer, kind)
+        self.traffic.count_sent(buffer.numel(), kind)
         self._hold(work, [buffer])
 
     def start_exchange(
@@ -340,16 +333,13 @@ class ProcessLinks(Links):
         for each in incoming.values():
             each.works = works
         for buffer in buffers.values():
-            self._count_sent(buffer, kind)
+            self.traffic.count_sent(buffer.numel(), kind)
         for work in works:
             self._hold(work, list(buffers.values()))
         return dict(incoming)
 
-    def _count_sent(self, buffer: Tensor, kind: MessageKind) -> None:
-        self.traffic.bytes_sent[kind] += buffer.numel()
-        self.traffic.messages_sent[kind] += 1
-
     def _hold(self, work: dist.Work, buffers: Sequence[Tensor]) -> None:
+        """Keeps buffers until they have been sent."""
         self._held.append((work, buffers))
         while self._held and self._held[0][0].is_completed():
             self._await(self._held.popleft()[0], "a sent message", None)
@@ -369,46 +359,45 @@ class ProcessLinks(Links):
         memory = self._streams.memory_of(buffer) if self.occupies_device else None
         return _FromProcess(self, buffer, memory, shape, source, kind)
 
-    def _begin_next(self, source: int) -> None:
-        """Begins the first posted receive of an edge that has not started."""
-        incoming = self._posted[source].popleft()
-        memory = self._streams.receiving(source, incoming.buffer, incoming.memory)
-        group, tag = self.groups[source, self.rank], self._tag(False, source, incoming.kind)
-        with self._naming(incoming.kind, source), memory:
-            work = dist.irecv(incoming.buffer, self.ranks[source], group=group, tag=tag)
-        incoming.works = [work]
+    def begin_until(self, incoming: _FromProcess) -> None:
+        """Begins the posted receives of an edge, in order, up to one of them."""
+        source, posted = incoming.source, self._posted[incoming.source]
+        while not incoming.works:
+            first = posted.popleft()
+            memory = self._streams.receiving(source, first.buffer, first.memory)
+            group, tag = self.groups[source, self.rank], self._tag(False, source, first.kind)
+            with self._naming(first.kind, source), memory:
+                first.works = [dist.irecv(first.buffer, self.ranks[source], group=group, tag=tag)]
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
         """Makes an object on position 0 and returns it on all."""
         outcome: Outcome = (None, None)
         size, source = torch.zeros(1, dtype=torch.int64), self.ranks[0]
-        packed = torch.empty(0, dtype=torch.uint8)
+        pickled = torch.empty(0, dtype=torch.uint8)
         if self.rank == 0:
             with watcher.working():
-                outcome, packed = _pickled(outcome_of(make))
-            size += len(packed)
-        self._collective(lambda: dist.broadcast(size, source, group=self.control, async_op=True))
+                outcome, pickled = _pickled(outcome_of(make))
+            size += len(pickled)
+        self._collective(dist.broadcast, size, source)
         if self.rank > 0:
-            packed = torch.empty(int(size), dtype=torch.uint8)
-        self._collective(lambda: dist.broadcast(packed, source, group=self.control, async_op=True))
-        return value_of(outcome if self.rank == 0 else _unpickled(packed))
+            pickled = torch.empty(int(size), dtype=torch.uint8)
+        self._collective(dist.broadcast, pickled, source)
+        return value_of(outcome if self.rank == 0 else _unpickled(pickled))
 
     def gather_object(self, value: Any) -> list[Any]:
         """Returns plain data of all positions; what cannot be sent is an error of its position."""
-        _, packed = _pickled((value, None))
+        _, pickled = _pickled((value, None))
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
-        own = torch.tensor([len(packed)])
-        self._collective(lambda: dist.all_gather(sizes, own, group=self.control, async_op=True))
+        self._collective(dist.all_gather, sizes, torch.tensor([len(pickled)]))
         padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-        padded[: len(packed)] = packed
-        found = [torch.empty_like(padded) for _ in self.ranks]
-        self._collective(lambda: dist.all_gather(found, padded, group=self.control, async_op=True))
-        values = (each[: int(size)] for each, size in zip(found, sizes, strict=True))
-        return [value_of(_unpickled(each)) for each in values]
+        padded[: len(pickled)] = pickled
+        rows = [torch.empty_like(padded) for _ in self.ranks]
+        self._collective(dist.all_gather, rows, padded)
+        return [value_of(_unpickled(row[:size])) for row, size in zip(rows, sizes, strict=True)]
 
-    def _collective(self, start: Callable[[], dist.Work | None]) -> None:
+    def _collective(self, operation: Callable[..., Any], *arguments: Any) -> None:
         with self._naming("plain data", None if self.rank == 0 else 0):
-            work = start()
+            work = operation(*arguments, group=self.control, async_op=True)
             watcher.wait(work.is_completed, "the other ranks")
             work.wait()
 
@@ -447,8 +436,7 @@ class _FromProcess:
     works: Sequence[dist.Work] = ()
 
     def begin(self) -> None:
-        while not self.works:
-            self.links._begin_next(self.source)
+        self.links.begin_until(self)
 
     def wait(self) -> Tensor:
         self.begin()
@@ -462,7 +450,7 @@ Outcome = tuple[Any, Exception | None]
 
 
 def outcome_of(make: Callable[[], Any]) -> Outcome:
-    """Returns what a function returned or raised, as data."""
+    """Calls a function, and returns its result or its exception."""
     try:
         return make(), None
     except Exception as error:
@@ -470,11 +458,11 @@ def outcome_of(make: Callable[[], Any]) -> Outcome:
 
 
 def _pickled(outcome: Outcome) -> tuple[Outcome, Tensor]:
-    """Returns an outcome, and as bytes; in place of what cannot be sent or received, the error that says so."""
+    """Returns an outcome and its bytes, in place of one that cannot be pickled an error that says so."""
     try:
-        packed = pickle.dumps(outcome)
+        pickled = pickle.dumps(outcome)
         if outcome[1] is not None:
-            pickle.loads(packed)  # an exception may take other arguments than it was given
+            pickle.loads(pickled)  # an exception may take other arguments than it was given
     except Exception as error:
         reason = DiffPipeError(f"{type(outcome[1]).__name__}: {outcome[1]}")
         if outcome[1] is None:
@@ -483,12 +471,12 @@ def _pickled(outcome: Outcome) -> tuple[Outcome, Tensor]:
                 "it is a function without a name, such as a lambda in a scheduler or an argument: take another one"
             )
         outcome = (None, reason)
-        packed = pickle.dumps(outcome)
-    return outcome, torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        pickled = pickle.dumps(outcome)
+    return outcome, torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
 
 
-def _unpickled(packed: Tensor) -> Any:
-    return pickle.loads(packed.numpy().tobytes())
+def _unpickled(pickled: Tensor) -> Any:
+    return pickle.loads(pickled.numpy().tobytes())
 
 
 def value_of(outcome: Outcome) -> Any:

@@ -40,7 +40,7 @@ class LoopbackNetwork:
     Attributes:
         link: Speed at which messages leave a rank; None means at once.
         timeout_s: Limit of any wait, in seconds.
-        links: Of each position.
+        links: Links of each position.
 
     Example:
         >>> network = LoopbackNetwork(2)
@@ -123,8 +123,7 @@ class LoopbackLinks(Links):
         turn, nbytes = next(self._turns[True, to, kind]), TensorShape.of(tensor).nbytes
         copy = tensor.clone(memory_format=torch.contiguous_format)
         self._network.put((self.rank, to, kind, turn), copy, nbytes)
-        self.traffic.bytes_sent[kind] += nbytes
-        self.traffic.messages_sent[kind] += 1
+        self.traffic.count_sent(nbytes, kind)
 
     def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
         """Remembers which message is meant."""
@@ -140,9 +139,6 @@ class LoopbackLinks(Links):
                 self._network.put((0, peer, "object", turn), outcome)
             return value_of(outcome)
         return value_of(self._network.take((0, self.rank, "object", turn), "plain data"))
-
-    def finish(self) -> None:
-        """Does nothing, as sends are copies."""
 
 
 @dataclass

@@ -53,17 +53,13 @@ class RankLayout:
 
     @property
     def ranks_per_pipeline(self) -> int:
-        """Ranks that share one copy of the model."""
+        """Number of ranks that share one copy of the model."""
         return self.placement.num_ranks
 
     @property
     def num_pipelines(self) -> int:
-        """Copies of the pipeline that see different data."""
+        """Number of pipelines, which are trained on different data."""
         return self.world_size // self.ranks_per_pipeline
-
-    def pipeline_of(self, rank: int) -> int:
-        """Returns the pipeline a world rank belongs to; also its data-parallel rank."""
-        return rank // self.ranks_per_pipeline
 
     def local_rank(self, rank: int) -> int:
         """Returns the position of a world rank inside its pipeline."""
@@ -91,15 +87,15 @@ class Mesh:
     Attributes:
         backend: `"gloo"` or `"nccl"`.
         timeout_s: Limit of a wait inside a step, in seconds.
-        control: This pipeline's ranks on the host.
-        transfers: ... where one may be busy for long: for all their weights, and between steps. The others wait
-            there for half an hour. One that is gone is missed at once.
-        world: All ranks on the host, as patiently.
-        pipeline_group: This pipeline's ranks on their devices.
-        data_parallel: The ranks at this position in all pipelines, on the host; None of one pipeline.
-        evaluation: ... for metrics, as pipelines come to the end of an evaluation at their own pace; none of one.
-        background: All ranks on the host, for a thread of each during training; None until it is asked for.
-        messages: By edge.
+        control: Gloo group of this pipeline's ranks, with that limit.
+        transfers: Gloo group of the same ranks, with the limit `patience_s`: for weights, and between two steps.
+        world: Gloo group of all ranks, with the limit `patience_s`.
+        pipeline_group: Group of this pipeline's ranks in the backend.
+        data_parallel: Gloo group of the ranks at this position in all pipelines; None with one pipeline.
+        evaluation: Gloo group of the same ranks, with the limit `patience_s`, as pipelines end an evaluation at
+            their own pace; None with one pipeline.
+        background: Gloo group of all ranks, for a thread of each during training; None until it is asked for.
+        messages: Groups by edge, a pair of positions.
     """
 
     layout: RankLayout
@@ -120,8 +116,8 @@ class Mesh:
 
     @property
     def pipeline(self) -> int:
-        """Index of this rank's pipeline."""
-        return self.layout.pipeline_of(self.rank)
+        """Index of this rank's pipeline, which is its data-parallel rank."""
+        return self.rank // self.layout.ranks_per_pipeline
 
     @property
     def patience_s(self) -> float:
@@ -192,11 +188,12 @@ class Mesh:
 
         Raises PipelineTimeoutError if a rank is gone or late; `patient` where others may be busy for long.
         """
-        own = torch.tensor(numbers, dtype=torch.float64)
-        rows = [torch.zeros_like(own) for _ in range(self.layout.ranks_per_pipeline)]
+        row = torch.tensor(numbers, dtype=torch.float64)
+        rows = row.new_zeros(self.layout.ranks_per_pipeline, len(row))
         with self.naming(self.pipeline_ranks, patient):
-            dist.all_gather(rows, own, group=self.transfers if patient else self.control)
-        return [row.tolist() for row in rows]
+            group = self.transfers if patient else self.control
+            dist.all_gather(list(rows.unbind()), row, group=group)
+        return rows.tolist()
 
     def summed_over_pipelines(self, number: float) -> float:
         """Returns the sum of a number of all pipelines, on all; raises PipelineTimeoutError for a lost rank."""
@@ -255,14 +252,12 @@ class Mesh:
         `tensors` are read on that rank, the `owner`, only.
         """
         watcher.note_batch()
-        is_owner, works = self.local_rank == owner, []
+        is_owner, works, source = self.local_rank == owner, list[Work](), self.world_rank(owner)
         tensors = tensors if is_owner else pickled.empty(self.device)
-        for tensor in tensors:
+        for tensor in filter(Tensor.numel, tensors):
             is_ours = tensor.device.type == self.device.type
             group = self.pipeline_group if is_ours else self.transfers
-            if tensor.numel():
-                flat, source = flat_bytes(tensor), self.world_rank(owner)
-                works.append(dist.broadcast(flat, source, group=group, async_op=True))
+            works.append(start_broadcast(flat_bytes(tensor), source, group))
         for work in works:
             work.wait()
         return None if is_owner else pickled.put_together(tensors, self.device)
@@ -274,10 +269,10 @@ class Mesh:
         if size == 1:
             return [value]
         first = 0 if of_world else self.world_rank(0)
-        found: list[Any] = [None] * size if self.rank == first else []
+        values: list[Any] = [None] * size if self.rank == first else []
         group = self.world if of_world else self.transfers
-        dist.gather_object(value, found or None, dst=first, group=group)
-        return found
+        dist.gather_object(value, values or None, dst=first, group=group)
+        return values
 
     def clock_offsets_s(self) -> list[float]:
         """Estimates by how many seconds each rank's clock (`time.perf_counter`) is ahead of the first rank's.
@@ -399,12 +394,11 @@ class Mesh:
             self.disconnect()
 
     def abort(self) -> None:
-        """Gives up what is under way, so that nobody waits for this rank, nor this rank's device for others.
+        """Ends all communication, so that no rank waits for this one, nor this rank's device for others.
 
-        A message of gloo that is dropped never arrives, and whoever waits for it would do so for as long as this
-        process lives; closed connections end such waits at once. One of NCCL that never comes holds the stream, and
-        every copy from the device with it: there all groups go, the default one, too, as aborting them one by one
-        could wait for each other.
+        Over gloo, closed connections end the waits of other ranks at once. Over NCCL, a receive whose message never
+        comes would hold the stream, and every copy from the device with it. There all groups are aborted, the
+        default one, too, as aborting one by one they could wait for each other.
         """
         if self.backend != "nccl":
             self.disconnect()
@@ -469,8 +463,8 @@ def connected_group(
 ) -> dist.ProcessGroup:
     """Makes a process group that is connected on all of its ranks; collective.
 
-    gloo returns it to each rank as soon as that one is connected. One that has nothing to send could then destroy
-    its group at once, which ends the connecting of slower ranks with "Connection closed by peer".
+    Gloo returns it to each rank as soon as that rank is connected. A rank that destroyed it at once would end the
+    connecting of slower ranks with "Connection closed by peer".
 
     Args:
         ranks: World ranks of the group; None for all.
@@ -507,9 +501,9 @@ def broadcast_object(value: Any, source: int, group: ProcessGroup | None) -> Any
 
 def gathered_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Returns plain data of every rank of a group, on all of them, by rank; None for the default group."""
-    found = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def is_first_process() -> bool:

@@ -147,8 +147,8 @@ def as_received(x: Tensor) -> Tensor:
     stride = 1
     if not x.numel():  # such as the text of a patch without
         return x
-    for size, own in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-        if own != stride:
+    for size, actual in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if actual != stride:
             return x.clone(memory_format=torch.contiguous_format)
         stride *= size
     return x.clone() if x.data_ptr() % _ALLOCATED_BYTES else x

@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,27 +46,22 @@ _LONGEST_PAUSE_S = 0.5  # between two looks at who has come
 
 
 def open_store() -> dist.TCPStore:
-    """Opens the store where processes of this machine will meet, on a port that it takes at once.
+    """Opens the store where processes of this machine will meet, on a free port, which stays this process's own.
 
-    A port that was found free and given back could be anybody's seconds later, when rank 0 has come so far. The
-    default process group of this process takes over the store of its `MASTER_PORT`, and keeps it.
-
-    Returns:
-        To be held until that group is there; its port is `.port`.
+    The default process group takes over the store at `MASTER_PORT`; hold it until then. Its port is `.port`.
     """
+    own_store = partial(
+        dist.TCPStore, "127.0.0.1", is_master=True, wait_for_workers=False, multi_tenant=True
+    )
     while True:
-        store = _own_store("127.0.0.1", 0)
+        store = own_store(0)
         try:
-            _own_store("127.0.0.1", store.port)
+            own_store(store.port)
         except dist.DistNetworkError:
             # PyTorch (2.13) finds shared stores in a table of their ports. An entry of a closed store stays there
             # when port 0 gives its port to a new one, until somebody looks for it in vain, as was done just now.
             continue
         return store
-
-
-def _own_store(host: str, port: int) -> dist.TCPStore:
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 def rendezvous(
@@ -76,63 +72,39 @@ def rendezvous(
     notice_s: float = _NOTICE_S,
     watcher: Watcher = watcher,
 ) -> dist.Store:
-    """Waits until all ranks have come, which watch each other from then on.
+    """Waits until all ranks are connected; they watch each other from then on.
 
-    They meet at the store of the default process group; if there is none, at the place in the environment
+    They meet at the store of the default process group; if there is none, at the address in the environment
     (`MASTER_ADDR`, `MASTER_PORT`).
 
     Args:
-        rank: This one.
-        num_ranks: All ranks.
-        timeout_s: Longest silence of one that has come, in seconds.
-        patience_s: After so long it is given up.
-        notice_s: After so long a warning names the ranks that have not come.
-        watcher: Of this process.
+        rank: Rank of this process.
+        num_ranks: Number of all ranks.
+        timeout_s: Longest silence of a connected rank, in seconds.
+        patience_s: Longest wait for ranks that are not connected, in seconds.
+        notice_s: Seconds after which a warning names the ranks that are not connected.
+        watcher: Watcher of this process.
 
     Returns:
         The store of the default process group, made or to be made.
 
     Raises:
         ConfigurationError: Another process has the port; or rank 0 cannot be reached.
-        LostRankError: A rank has come, and was lost meanwhile.
-        PipelineTimeoutError: Some ranks have not come, which it names.
+        LostRankError: A connected rank was lost.
+        PipelineTimeoutError: Some ranks have not connected, which it names.
     """
-    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
-    stores: list[dist.Store] = []
-
-    def connect() -> dist.Store:
-        if dist.is_initialized():
-            stores.append(dist.distributed_c10d._get_default_store())
-        else:
-            opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-            limit = timedelta(seconds=patience_s)
-            options: dict[str, Any] = {"is_master": opens, "multi_tenant": opens, "timeout": limit}
-            stores.append(dist.TCPStore(host, port, wait_for_workers=False, **options))
-        prefix = watcher.connect(stores[0], rank, num_ranks, timeout_s)
-        return dist.PrefixStore(prefix, stores[0])  # processes may meet more than once
-
-    def waited(seconds: float) -> str:
-        missing = watcher.missing() if rank == 0 or connecting.done() else [0]
-        who = f"{in_words(missing)} {'have' if len(missing) > 1 else 'has'} not come"
-        if not stores:
-            who = "nobody has opened that place: rank 0, or the launcher, torchrun"
-        return (
-            f"rank {rank} could not meet all of {num_ranks} ranks at {host}:{port} within {seconds:g} s: {who}; "
-            "it starts slowly, has stopped, or cannot be reached"
-        )
-
-    connecting = in_thread(connect, "diffpipe-rendezvous")  # a store that is frozen never answers
-    started_s, warned_s, pause_s = time.monotonic(), notice_s, 0.01
-    while not connecting.done() or watcher.missing():
+    meeting = _Meeting(rank, num_ranks, watcher, patience_s)
+    # In a thread, as a store that is frozen never answers.
+    connecting = in_thread(partial(meeting.connect, timeout_s), "diffpipe-rendezvous")
+    started_s, warn_after_s, pause_s = time.monotonic(), notice_s, 0.01
+    while not connecting.done() or (connecting.exception() is None and watcher.missing()):
         watcher.refuse_loss()
-        if connecting.done() and connecting.exception() is not None:
-            break
         waited_s = time.monotonic() - started_s
         if waited_s > patience_s:
-            raise PipelineTimeoutError(waited(patience_s))
-        if waited_s > warned_s:
-            warned_s = patience_s
-            _log.warning("%s; it waits up to %g s", waited(notice_s), patience_s)
+            raise PipelineTimeoutError(meeting.missing_after(patience_s))
+        if waited_s > warn_after_s:
+            warn_after_s = patience_s
+            _log.warning("%s; it waits up to %g s", meeting.missing_after(notice_s), patience_s)
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
     watcher.refuse_loss()
@@ -141,10 +113,50 @@ def rendezvous(
     except RuntimeError as error:  # of torch
         if "EADDRINUSE" in str(error):
             raise ConfigurationError(
-                f"port {port}, where rank 0 lets all ranks meet, is in use by another process; "
+                f"port {meeting.port}, where rank 0 lets all ranks meet, is in use by another process; "
                 "give all ranks another MASTER_PORT (torchrun: --master-port, or --standalone, which finds one)"
             ) from error
-        raise PipelineTimeoutError(f"{waited(patience_s)}: {error}") from error
+        raise PipelineTimeoutError(f"{meeting.missing_after(patience_s)}: {error}") from error
+
+
+class _Meeting:
+    """The store at which ranks meet, and who is missing there."""
+
+    def __init__(self, rank: int, num_ranks: int, watcher: Watcher, patience_s: float) -> None:
+        self._rank, self._num_ranks, self._watcher = rank, num_ranks, watcher
+        self._patience_s = patience_s
+        self._host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        self.port = int(os.environ.get("MASTER_PORT", "0"))
+        self._store: dist.Store | None = None
+        self._is_connected = False
+
+    def connect(self, timeout_s: float) -> dist.Store:
+        if dist.is_initialized():
+            self._store = dist.distributed_c10d._get_default_store()
+        else:
+            opens = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            self._store = dist.TCPStore(
+                self._host,
+                self.port,
+                is_master=opens,
+                multi_tenant=opens,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self._patience_s),
+            )
+        prefix = self._watcher.connect(self._store, self._rank, self._num_ranks, timeout_s)
+        self._is_connected = True
+        return dist.PrefixStore(prefix, self._store)  # processes may meet more than once
+
+    def missing_after(self, seconds: float) -> str:
+        """Returns the words of an error, or a warning, that so many seconds were not enough."""
+        missing = self._watcher.missing() if self._rank == 0 or self._is_connected else [0]
+        who = f"{in_words(missing)} {'have' if len(missing) > 1 else 'has'} not come"
+        if self._store is None:
+            who = "nobody has opened that place: rank 0, or the launcher, torchrun"
+        return (
+            f"rank {self._rank} could not meet all of {self._num_ranks} ranks at {self._host}:{self.port} within "
+            f"{seconds:g} s: {who}; it starts slowly, has stopped, or cannot be reached"
+        )
 
 
 @contextlib.contextmanager
@@ -200,17 +212,15 @@ def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None) -> An
     """Returns what `make`, which communicates with no rank, gives here; raises the first rank's error on all."""
     if group is None:
         return make()
-    value, error = None, None
+    value, own_error = None, None
     try:
         value = make()
-    except DiffPipeError as raised:
-        error = raised
-    errors = gathered_objects(error, group)
-    first = next((each for each in errors if each is not None), None)
-    if first is not None:
-        # This rank's own one, which knows where it was raised, if it says the same.
+    except DiffPipeError as error:
+        own_error = error
+    for first in filter(None, gathered_objects(own_error, group)):
+        # This rank's own error knows where it was raised.
         with raised_by_all():
-            raise error if error is not None and str(error) == str(first) else first
+            raise own_error if str(own_error) == str(first) else first
     return value
 
 
@@ -231,10 +241,10 @@ def _checksum(tensor: Tensor) -> int:
     """Returns a checksum of all bytes, or of samples of what is mapped from a file."""
     if (stored := stored_value(tensor)) is not None:
         return zlib.crc32(digest_of_tensor(stored).encode())
-    found = 0
+    checksum = 0
     for plain in plain_tensors(tensor):
-        found = zlib.crc32(bytes_of(plain), found)
-    return found
+        checksum = zlib.crc32(bytes_of(plain), checksum)
+    return checksum
 
 
 def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -250,14 +260,14 @@ def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None
         return
     named = dict([*module.named_parameters(), *module.named_buffers()])
     tensors = [named[name] for name in sorted(named)]  # ranks may have them in another order
-    own = {name: f"{tuple(x.shape)} of {x.dtype}" for name, x in named.items()}
-    first, here = agree(own, group), dist.get_rank()
+    kinds = {name: f"{tuple(x.shape)} of {x.dtype}" for name, x in named.items()}
+    first, here = agree(kinds, group), dist.get_rank()
 
     def require_same_tensors() -> None:
-        name = next((n for n in {**first, **own} if first.get(n) != own.get(n)), None)
+        name = next((n for n in {**first, **kinds} if first.get(n) != kinds.get(n)), None)
         if name is not None:
             raise ConfigurationError(
-                f"ranks built different modules: {name!r} is {own.get(name, 'missing')} on rank {here}, and "
+                f"ranks built different modules: {name!r} is {kinds.get(name, 'missing')} on rank {here}, and "
                 f"{first.get(name, 'missing')} on rank 0; build the same module with the same options on every rank"
             )
 

@@ -110,9 +110,9 @@ class Transport:
 
         Args:
             num_stages: Stages of the plan, by which tags differ.
-            delivered: By message: what this rank has sent that has arrived when the message has. What no
-                message confirms is stored until `finish`.
-            due: By instruction: the receives that begin before it, over NCCL. Others begin when they are
+            delivered: By message, messages of this rank that have arrived when it has. Those that no message
+                confirms are stored until `finish`.
+            due: By instruction, the receives that begin before it, over NCCL. Others begin when they are
                 waited for.
         """
         self._num_stages, self._delivered, self._due = num_stages, delivered or {}, due or {}

@@ -8,13 +8,13 @@ A collective that breaks names an address, and one that waits for a rank that is
 link, says nothing for as long as ranks may be busy between two steps. Here the kernel closes the connection of a
 process that ends, one that is stopped falls silent, and one that is busy does neither. So
 
-    inside       turns what a lost rank raises, in anybody's collective, into an error with its rank, phase and end
+    inside       turns errors of any collective that a lost rank has broken into one with its rank, phase and end
     wait, call   give up a wait, outside of a run, when a rank is lost
     run          ends a process that would go on without the others, wherever it waits; one that gets SIGTERM
                  and does not come to act upon it; one that is busy for too long while another waits for it; and
-                 all, where every rank waits, in anybody's collective
+                 all processes, where every rank waits in some collective
 
-Threads outside of a run, such as those of a script between two fits, are left alone.
+Processes outside of a run, such as scripts between two fits, are not ended.
 """
 
 import atexit
@@ -60,7 +60,8 @@ LAUNCHER = "DIFFPIPE_LAUNCHER_PID"
 
 _log = logging.getLogger(__name__)
 _STARTING = "starting processes"
-_TICK_S, _PERIOD_S = 0.25, 2.0  # between two looks; between two signs of life, at most
+_TICK_S = 0.25  # between two looks
+_PERIOD_S = 2.0  # between two signs of life, at most
 _LEAST_SILENCE_S = 10.0  # a thread may wait so long for a busy machine, or the interpreter
 _GRACE_S = 5.0  # for a rank that has lost another, or got SIGTERM, to end by itself
 _VERDICT_S = 3.0  # from a broken connection of a collective to one of ours
@@ -79,20 +80,22 @@ _BROKEN = re.compile(
 
 @dataclass(frozen=True)
 class Status:
-    """The status of a rank, as it says itself, or another says of one that is silent.
+    """The status of a rank, as it says itself, or another rank says of it once it is lost.
 
     Attributes:
-        phase: Its work.
-        state: It lives; it left with a word; its process ended; it fell silent.
-        run: The number of its run; a user may catch a failure, and begin another.
-        failure: How it was lost, or why it ends its run.
-        follows: It does so because it lost another rank.
-        signal: The phase in which it got SIGTERM.
-        turn: Of what ranks of a Predictor do together.
-        step: How often it went on in this turn, once it has; -1 before; 0 when it is done, or has nothing to do.
-        refuses: It raised in this turn, and will say what.
-        waits: It has been in one wait for other ranks for as long as a rank may be silent.
-        process: Its process, by host, processes that see each other, and number.
+        rank: Number of the rank.
+        phase: Name of its present work.
+        state: "left" if it said so before its process ended, "ended" if it did not, "silent" if it stopped sending.
+        run: Number of its run; a user may catch a failure, and begin another run.
+        failure: Reason why the rank was lost, or ends its run; empty if it does not.
+        follows: Whether it ends its run because it lost another rank.
+        signal: The phase in which it got SIGTERM; empty if it did not.
+        turn: Number of the turn, which is what ranks of a Predictor do together, such as drawing.
+        step: Steps in this turn so far; -1 before the first one; 0 when it is done, or has nothing to do.
+        refuses: Whether it raised an error in this turn, which it will send to the others.
+        waits: Whether it has been in one wait for other ranks for as long as a rank may be silent.
+        process: Name of its process among those of all hosts (`_process`).
+        parent: Name of the process that has started it.
     """
 
     rank: int = 0
@@ -114,7 +117,7 @@ class Status:
 
 
 class _Connection:
-    """Carries short messages, and never blocks; its rank is not known before the first one."""
+    """A connection for short messages, which never blocks; its rank is not known before the first message."""
 
     def __init__(self, peer: socket.socket, rank: int | None = None) -> None:
         peer.setblocking(False)
@@ -122,13 +125,13 @@ class _Connection:
         self._incoming = self._outgoing = b""
 
     def send(self, **message: Any) -> None:
-        """Sends, at once or with a later message; of a broken connection the reader will know."""
+        """Sends a message, at once or with a later one; the end of a connection is seen by `received`."""
         self._outgoing += json.dumps(message).encode() + b"\n"
         with contextlib.suppress(OSError):
             self._outgoing = self._outgoing[self.socket.send(self._outgoing) :]
 
     def received(self) -> list[dict[str, Any]] | None:
-        """Returns what has come; None at the end of the connection, or where it is not of this protocol."""
+        """Returns new messages; None at the end of the connection, or if they are not of this protocol."""
         try:
             data = self.socket.recv(1 << 16)
             self.heard_s = time.monotonic()
@@ -136,7 +139,7 @@ class _Connection:
             messages = [json.loads(each) for each in whole]
         except BlockingIOError:
             return []
-        except (OSError, ValueError):  # the latter of a stranger: a scanner of ports, perhaps
+        except (OSError, ValueError):  # the latter of another program: a scanner of ports, perhaps
             return None
         return messages if data and all(isinstance(each, dict) for each in messages) else None
 
@@ -145,10 +148,12 @@ class Watcher:
     """This process's view of all ranks; one per process.
 
     Attributes:
-        status: This rank's.
-        num_ranks: All that are connected, or shall be.
-        at_sigterm: What the handler does: another's; it ends the run; it waits for the other ranks.
-        seconds: By phase; until the last one was entered or left by `inside`.
+        status: Status of this rank.
+        num_ranks: Number of ranks that are connected, or will be.
+        children: Processes of other ranks that this one has started, by rank.
+        at_sigterm: "ignore" if the handler of SIGTERM is not ours, "stop" if it ends the run, "agree" if it waits
+            for the other ranks.
+        seconds: Seconds in each phase, until `inside` entered or left one.
         busy_timeout_s: Longest time in which a rank may give no sign of progress while another waits, in seconds.
     """
 
@@ -161,18 +166,21 @@ class Watcher:
         self._lock = threading.RLock()
         self._connections: list[_Connection] = []
         self._statuses: dict[int, Status] = {}  # of the other ranks
-        self._moved_s: dict[int, float] = {}  # when each rank's status was another
+        self._moved_s: dict[int, float] = {}  # when each rank's status changed last
         self._losses: dict[int, Status] = {}
         self._timeout_s, self._silence_s, self._period_s = math.inf, _LEAST_SILENCE_S, _PERIOD_S
         self._runs = self._num_connects = 0
-        self._has_given_up = False  # a wait, which may be under way still
+        self._has_given_up = False  # a wait, which may still go on in C++
         self._signal_phase, self._signal_limit_s = "", _GRACE_S
-        self._end_s = self._signalled_s = math.inf
-        self._running = 0  # the thread
-        self._waits_in: tuple[int, int] | None = None  # frame and place, at the last look
+        self._signalled_s = math.inf  # when SIGTERM came
+        self._end_s = math.inf  # when this process is ended, as another was lost
+        self._running = 0  # identifier of the thread in the run
+        self._waits_in: tuple[int, int] | None = (
+            None  # frame and instruction of its wait, at the last look
+        )
         self._waits_since_s = math.inf
-        self._waited_s = -math.inf  # the last look that found it in a wait
-        self._reported_s = -math.inf  # since when it has been busy, in the latest report
+        self._waited_s = -math.inf  # the last look at which it was in a wait
+        self._reported_s = -math.inf  # start of the busy time that was reported last
         self._server: socket.socket | None = None
         self._token = ""
         self._thread: threading.Thread | None = None
@@ -181,7 +189,7 @@ class Watcher:
 
     @property
     def phase(self) -> str:
-        """The work of this rank."""
+        """Name of this rank's present work."""
         return self.status.phase
 
     @property
@@ -191,13 +199,13 @@ class Watcher:
 
     @property
     def signals(self) -> dict[int, str]:
-        """Ranks that got SIGTERM, with what they were doing."""
+        """Phases of the ranks that got SIGTERM in this run, by rank."""
         everyone = (self.status, *self._statuses.copy().values())
         run = self.status.run
         return {each.rank: each.signal for each in everyone if each.signal and each.run == run}
 
     def publish(self, **changes: Any) -> None:
-        """Changes this rank's status; the others hear of it at once."""
+        """Changes this rank's status, and sends it to the others at once."""
         with self._lock:
             self.status = replace(self.status, **changes)
             self._moved_s[self.status.rank] = time.monotonic()
@@ -209,7 +217,7 @@ class Watcher:
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """Enters a phase, and turns what a lost rank raises in it into an error that names the rank.
+        """Enters a phase, in which errors of collectives that a lost rank has broken name that rank.
 
         Raises:
             LostRankError: A rank was lost, or a collective waited in vain.
@@ -261,7 +269,7 @@ class Watcher:
             self.publish(phase=phase)
 
     def begin_run(self, phase: str, rank: int) -> None:
-        """Forgets failures of an earlier run, but not which ranks are gone."""
+        """Begins a run: failures of an earlier one do not count, but ranks that are gone stay so."""
         with self._lock:
             self._end_s = self._signalled_s = math.inf
             self._signal_phase, self._signal_limit_s = "", _GRACE_S
@@ -276,7 +284,7 @@ class Watcher:
         self.publish()
 
     def fail(self, error: BaseException) -> None:
-        """Lets the others know why this rank ends its run."""
+        """Publishes why this rank ends its run."""
         loss, follows = self.loss(), isinstance(error, PipelineTimeoutError)
         text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
         failure = f"it failed with {text}; its own error says where"
@@ -290,7 +298,7 @@ class Watcher:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Turns what a lost rank, or a wait in vain, raises inside into a LostRankError that names the rank."""
+        """Turns a broken connection, or a timeout, inside into a LostRankError that names the rank."""
         try:
             yield
         except LostRankError:  # explained already
@@ -304,7 +312,7 @@ class Watcher:
             raise
 
     def loss(self) -> Status | None:
-        """Returns the rank that was lost first, as then, of those that were not lost because of another."""
+        """Returns the status of the rank that was lost first, preferably of one that did not lose another."""
         return min(self._losses.copy().values(), key=lambda each: each.follows, default=None)
 
     def refuse_loss(self) -> None:
@@ -318,20 +326,12 @@ class Watcher:
         return f"rank {self.status.rank} ({self.phase})"
 
     def _explained(self, error: Exception) -> LostRankError:
-        """Returns an error that says who was lost; or, if nobody was, what the others are doing."""
-        until_s, may_still_hear = time.monotonic() + _VERDICT_S, True
+        """Returns an error that says which rank was lost; or, if none was, what the others are doing."""
+        until_s = time.monotonic() + _VERDICT_S
         self._has_given_up = True
-        while may_still_hear:  # who was lost first
+        while not self._knows_why(until_s):
             time.sleep(0.02)
-            with self._lock:
-                loss, now_s = self.loss(), time.monotonic()
-                known = [each for each in self._connections if each.rank is not None]
-                heard_s = min((each.heard_s for each in known), default=now_s)
-                is_first = loss is not None and not loss.follows
-                is_silent = not is_first and now_s - heard_s > 3 * self._period_s
-                is_open = not is_first and not self.has_refusal()
-                may_still_hear = is_open and (is_silent or now_s < until_s)
-        first = f"{error}\n" if isinstance(error, PipelineTimeoutError) else ""
+        first, loss = f"{error}\n" if isinstance(error, PipelineTimeoutError) else "", self.loss()
         if loss is not None:
             return LostRankError(f"{first}{self._here} lost {loss}", bool(loss.signal))
         others = sorted(self._statuses.copy().items())
@@ -341,13 +341,25 @@ class Watcher:
             f"({'; '.join(doing) or 'none answers'}){'' if first else f'. torch said: {error}'}"
         )
 
+    def _knows_why(self, until_s: float) -> bool:
+        """Returns whether no more can be learnt, after a collective broke, of which rank was lost first."""
+        with self._lock:
+            loss, now_s = self.loss(), time.monotonic()
+            if (loss is not None and not loss.follows) or self.has_refusal():
+                return True
+            heard_s = [each.heard_s for each in self._connections if each.rank is not None]
+            is_silent = (
+                now_s - min(heard_s, default=now_s) > 3 * self._period_s
+            )  # and counts as lost soon
+            return not is_silent and now_s >= until_s
+
     def begin_turn(self, phase: str) -> None:
-        """Begins something that all ranks of a Predictor do together, in which nothing has happened yet."""
+        """Begins a turn, which is what all ranks of a Predictor do together."""
         self.publish(phase=phase, turn=self.status.turn + 1, refuses=False, step=-1)
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Lets this rank be missed inside, between two turns as well, as others of a Predictor wait for it."""
+        """Marks this rank as busy inside, also between two turns: other ranks of a Predictor wait for it."""
         step = self.status.step
         self.publish(step=step or -1)
         try:
@@ -356,7 +368,7 @@ class Watcher:
             self.publish(step=step and self.status.step)
 
     def step(self) -> None:
-        """Notes that this rank goes on, and is missed if it does so no more; sent with the next sign of life."""
+        """Counts a step of this turn; sent with the next sign of life."""
         self._moved_s[self.status.rank] = time.monotonic()
         self.status = replace(self.status, step=max(self.status.step, 0) + 1)
 
@@ -386,13 +398,7 @@ class Watcher:
                 return
             self.refuse_loss()
             for status in statuses.values():
-                # Before the first step, whose number is negative, a rank may be busy, or wait for another.
-                is_waiting = status.step < 0 and status.waits
-                if not status.step or is_waiting or status.turn != self.status.turn:
-                    continue
-                limit_s, name = self._timeout_s, "timeout_s"
-                if status.step < 0:
-                    limit_s, name = max((limit_s, name), (self.busy_timeout_s, "busy_timeout_s"))
+                limit_s, name = self._limit_of(status)
                 if now_s - moved_s[status.rank] > limit_s:
                     self._has_given_up = True
                     raise PipelineTimeoutError(
@@ -400,21 +406,35 @@ class Watcher:
                         f"no step for {limit_s:g} s ({name})"
                     )
 
+    def _limit_of(self, status: Status) -> tuple[float, str]:
+        """Returns how long another rank may make no step of this turn, in seconds, and the name of that limit."""
+        if status.turn != self.status.turn or not status.step:  # it is not waited for
+            return math.inf, ""
+        of_step = self._timeout_s, "timeout_s"
+        if status.step > 0:
+            return of_step
+        # Before the first step a rank may be busy, or wait for another.
+        return (
+            (math.inf, "")
+            if status.waits
+            else max(of_step, (self.busy_timeout_s, "busy_timeout_s"))
+        )
+
     def call(self, what: str, function: Callable[[], Any]) -> Any:
-        """Returns what a function returns that may block for ever, in a thread of its own; as `wait`."""
+        """Calls a function that may block for ever, in a thread; returns its result, or raises as `wait` does."""
         called = in_thread(function, "diffpipe-call")
         self.wait(called.done, what)
         with self.explaining():
             return called.result()
 
     def note_batch(self) -> None:
-        """Notes, for this process only, that it goes on: for every batch, or tensor of a model, it has as long."""
+        """Notes progress, for this process only: each batch, and each tensor of a model, has the whole timeout."""
         self._moved_s[self.status.rank], self._waits_in = time.monotonic(), None
 
     def note_signal(self) -> None:
-        """Lets all ranks know that this one got SIGTERM; for its handler, which may find it in any call."""
+        """Publishes that this rank got SIGTERM; for its handler, which may interrupt any call."""
         self._signal_phase = self._signal_phase or self.phase
-        self._signal_limit_s = self._silence_s  # it has come so far
+        self._signal_limit_s = self._silence_s  # its main thread runs Python
         if self._thread is not None:
             with contextlib.suppress(OSError):
                 self._wake.send(bytes([signal.SIGTERM]))
@@ -422,9 +442,13 @@ class Watcher:
     # ------------------------------------------------------------------------------------- connections
 
     def connect(self, store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -> str:
-        """Connects to rank 0, for which it may wait as long as the store does, or lets the others connect.
+        """Connects to rank 0, whose address is in the store, or opens the server to which the others connect.
 
-        Ranks meet at the store, and may be silent for `timeout_s`.
+        Args:
+            store: Store of the ranks; its timeout is that of the wait for rank 0.
+            rank: Rank of this process.
+            num_ranks: Number of all ranks.
+            timeout_s: Longest silence of a rank, in seconds.
 
         Returns:
             A prefix of keys in the store that no other call returns.
@@ -471,7 +495,7 @@ class Watcher:
         return key
 
     def missing(self) -> list[int]:
-        """Returns ranks that have not connected, as this one knows."""
+        """Returns the ranks that have not connected, as far as this one knows."""
         return sorted({*range(self.num_ranks)} - self._statuses.keys() - {self.status.rank})
 
     def _leave(self) -> None:
@@ -493,8 +517,8 @@ class Watcher:
     def limit_exit(self) -> None:
         """Ends this process some seconds after Python's last exit handler, where a wait was given up.
 
-        Gloo's groups wait in a destructor for what is left, up to half an hour, where a peer is silent; only a
-        thread in C goes on then. The handler that was registered first is called last.
+        Destructors of gloo's groups wait up to half an hour for a silent peer, without the interpreter's lock, so
+        that only a thread in C can end the process. The handler that was registered first is called last.
         """
         if self._has_given_up:
             nothing = open(os.devnull, "w")  # noqa: PTH123, SIM115
@@ -543,12 +567,13 @@ class Watcher:
                     self._look_around(now_s)
                     self._look_at_wait(now_s)
                     self._look_at_work(now_s)
-                self._end_if_due(now_s)
+                self._end_if_needed(now_s)
             except Exception as error:  # or nobody would watch, and nobody know it
                 _log.exception("the other ranks are watched no more")
                 self._end(f"{self._here} cannot watch the other ranks: {error!r}", 1)
 
     def _hear(self, source: Any) -> None:
+        """Reads from one of the sockets that are ready."""
         if source is self._woken:
             if signal.SIGTERM in self._woken.recv(64) and self.at_sigterm != "ignore":
                 self._signal_phase = self._signal_phase or self.phase
@@ -559,33 +584,35 @@ class Watcher:
                 stranger = _Connection(source.accept()[0])
                 self._selector.register(stranger.socket, selectors.EVENT_READ, stranger)
                 self._connections.append(stranger)
-        elif source in self._connections:  # else it was hung up just now
-            messages = source.received()
-            for message in messages or ():
-                token = message.pop("token", None)
-                if source.rank is None and token != self._token:
-                    messages = None
-                    break
-                status = Status(**message)
-                if source.rank is None:
-                    source.rank = status.rank
-                    for each in (self.status, *self._statuses.values()):
-                        source.send(**asdict(each))
-                self._note(status)
-            if messages is None:
-                self._hang_up(source)
-                if source.rank is not None and self._status(source.rank).state != "left":
-                    self._note_end(source.rank)
+        elif source in self._connections and not self._read(source):  # else it was closed just now
+            self._hang_up(source)
+            if source.rank is not None and self._status(source.rank).state != "left":
+                self._note_end(source.rank)
+
+    def _read(self, connection: _Connection) -> bool:
+        """Notes the statuses that came over a connection; returns whether it goes on."""
+        messages = connection.received()
+        for message in messages or ():
+            token = message.pop("token", None)
+            if connection.rank is None and token != self._token:
+                return False
+            status = Status(**message)
+            if connection.rank is None:
+                connection.rank = status.rank
+                for each in (self.status, *self._statuses.values()):
+                    connection.send(**asdict(each))
+            self._note(status)
+        return messages is not None
 
     def _status(self, rank: int) -> Status:
         return self._statuses.get(rank, Status(rank))
 
     def _note(self, status: Status) -> None:
-        """Takes note of another rank's status; rank 0 passes on what is new."""
-        rank, own = status.rank, self.status.rank
-        if rank != own and status != self._statuses.get(rank):
+        """Stores another rank's status if it has changed; rank 0 passes it on."""
+        rank, this_rank = status.rank, self.status.rank
+        if rank != this_rank and status != self._statuses.get(rank):
             self._statuses[rank], self._moved_s[rank] = status, time.monotonic()
-            if own == 0:
+            if this_rank == 0:
                 self._send(status)
             self._look_for_failure(status)
 
@@ -593,7 +620,7 @@ class Watcher:
         is_gone = status.state != "alive"
         if status.failure and (is_gone or status.run == self.status.run):
             self._losses.setdefault(status.rank, status)
-            # Where it failed, the others do so, too, perhaps.
+            # The others may fail by the same error, and say more.
             limit_s = _GRACE_S if is_gone else self._silence_s
             self._end_s = min(self._end_s, time.monotonic() + limit_s)
 
@@ -603,7 +630,7 @@ class Watcher:
                 connection.send(**asdict(status))
 
     def _look_around(self, now_s: float) -> None:
-        """Looks who is silent, and which processes that a rank has started have ended before they connected."""
+        """Notes ranks that are silent, and processes started by a rank that ended before they connected."""
         for connection in self._connections:
             if connection.rank is None or now_s - connection.heard_s <= self._silence_s:
                 continue
@@ -620,11 +647,11 @@ class Watcher:
                 self._note_end(rank)
 
     def _look_at_wait(self, now_s: float) -> None:
-        """Notes whether this rank's run has been in one wait for others for long, and lets them know."""
+        """Publishes whether this rank's run has been in one wait for others for as long as a rank may be silent."""
         innermost = sys._current_frames().get(thread_at_work(self._running))
         frames = itertools.islice(traceback.walk_stack(innermost), _FRAMES_OF_A_WAIT)
         is_wait = any(is_of(frame.f_code.co_filename, *_WAITING) for frame, _ in frames)
-        # Not the frame: what it refers to would end in this thread, a group perhaps, which takes long.
+        # Not the frame itself: with it this thread would own its variables, such as groups that are slow to end.
         place = (id(innermost), innermost.f_lasti) if innermost and is_wait else None
         if place is not None:
             self._waited_s = now_s
@@ -658,7 +685,7 @@ class Watcher:
                 self._end(f"{self._here}: {failure}", 1)
 
     def _note_end(self, rank: int) -> None:
-        """Takes note of the end of a process, which has said why, or nothing."""
+        """Notes the end of a process, with its failure if it has sent one."""
         status, child = self._status(rank), self.children.get(rank)
         how = "killed perhaps: by hand, by its host for want of memory, or by a crash of other code"
         if child is not None:
@@ -673,7 +700,8 @@ class Watcher:
             failure = "it got SIGTERM"
         self._note(replace(status, state="ended", failure=status.failure or failure))
 
-    def _end_if_due(self, now_s: float) -> None:
+    def _end_if_needed(self, now_s: float) -> None:
+        """Ends this process if it has lost a rank, if all ranks wait, or if it does not act upon SIGTERM."""
         if not self._runs:
             return
         if now_s > self._end_s and (loss := self.loss()) is not None:
@@ -706,28 +734,28 @@ class Watcher:
         os._exit(code)
 
     def _kill_silent(self) -> None:
-        """Kills silent processes of this host that the same launcher started: nobody else would end them soon."""
-        own = {_process(os.getpid()), _process(os.getppid())}
+        """Kills silent processes of this host that the same launcher started: no other would end them soon."""
+        of_launcher = {_process(os.getpid()), _process(os.getppid())}
         for status in list(self._losses.values()):
-            if status.state == "silent" and own & {status.process, status.parent}:
+            if status.state == "silent" and of_launcher & {status.process, status.parent}:
                 with contextlib.suppress(OSError):
                     os.kill(int(status.process.rpartition(" ")[2]), signal.SIGKILL)
 
 
 def _process(number: int) -> str:
-    """Returns the name of a process of this host among those of all hosts and containers."""
+    """Returns a name of a process of this host that no process of another host or container has."""
     path = Path("/proc/self/ns/pid")
     namespace = path.stat().st_ino if path.exists() else ""
     return f"{socket.gethostname()} {namespace} {number}"
 
 
 def _connected(names: list[str], port: int, within_s: float) -> socket.socket:
-    """Connects to the first address of a host's names that answers in time, or raises ConfigurationError."""
+    """Connects to the first address that answers, of which all share the time; or raises ConfigurationError."""
     addresses, errors = dict[Any, None](), dict[Any, str]()
     for name in names:
         try:
-            found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-            addresses |= dict.fromkeys(each[-1][:2] for each in found)
+            resolved = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+            addresses |= dict.fromkeys(each[-1][:2] for each in resolved)
         except (OSError, UnicodeError) as error:  # the latter of names that are none
             errors[name] = f"{name}: {error}"
     for address in addresses:

@@ -48,7 +48,7 @@ class Sizes:
 
     Attributes:
         resolution: Side of the square whose area no size exceeds; sides are between half and twice of it.
-        step: What sides are multiples of.
+        step: Number of pixels of which sides are multiples.
         enlarge: Whether an image may be given a size in which it is enlarged.
 
     Example:
@@ -71,12 +71,12 @@ class Sizes:
 
     def of(self, height: int, width: int) -> tuple[int, int]:
         """Returns height and width for an image of this size, or raises ConfigurationError below one step."""
-        found = min(self.all, key=lambda size: abs(math.log(size[1] / size[0] * height / width)))
+        nearest = min(self.all, key=lambda size: abs(math.log(size[1] / size[0] * height / width)))
         if self.enlarge:
-            return found
+            return nearest
         high, wide = (
-            min(side, own // self.step * self.step)
-            for side, own in zip(found, (height, width), strict=True)
+            min(side, length // self.step * self.step)
+            for side, length in zip(nearest, (height, width), strict=True)
         )
         if not (high and wide):
             raise ConfigurationError(
@@ -101,9 +101,9 @@ class BucketBatches(Sampler[list[int]]):
     Attributes:
         buckets: Places of the samples of each bucket.
         batch_size: Samples of a batch.
-        last: What becomes of a bucket's last batch if it is incomplete: it is `"filled"` with samples of the bucket
+        last: Treatment of a bucket's last batch if it is incomplete: it is `"filled"` with samples of the bucket
             again, `"dropped"`, or is `"smaller"`.
-        shuffle: Whether samples and batches come in an order drawn from the global generator, or as they are given.
+        shuffle: Whether samples and batches come in a random order, by the global generator, or as they are given.
     """
 
     buckets: Sequence[Sequence[int]]

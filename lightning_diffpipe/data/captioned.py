@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
+from lightning_diffpipe.errors import DataError, require_choice, require_number
 
 
 class _Tensors(TypedDict, total=False):
@@ -90,23 +90,10 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {"edges": edges}
 """Conditions that are made from the image, by name."""
 
 
-def require_made(condition: str) -> None:
-    """Raises ConfigurationError for a condition whose name is not in `MADE`."""
-    if condition not in MADE:
-        raise ConfigurationError(
-            f"condition={condition!r} is unknown here; known: {', '.join(MADE)}"
-        )
-
-
 class Conditioned(Dataset[Sample]):
-    """Samples of another data set, with conditions made from their images by what has this name in `MADE`.
-
-    Raises:
-        ConfigurationError: The name is unknown.
-    """
+    """Samples of another data set, with conditions made from their images by a function in `MADE`."""
 
     def __init__(self, samples: Dataset[Sample], condition: str) -> None:
-        require_made(condition)
         self.samples = samples
         self.condition = condition
 
@@ -165,7 +152,7 @@ class CaptionedDataModule(L.LightningDataModule):
     Attributes:
         batch_size: Samples per batch on each data-parallel rank.
         num_workers: Worker processes of each loader.
-        on_error: What becomes of samples that cannot be read: `"raise"` ends the run, `"skip"` takes the next one,
+        on_error: Treatment of samples that cannot be read: `"raise"` ends the run, `"skip"` takes the next one,
             and says their number at the end.
         train_set: Samples trained on.
         validation_set: Samples held back.
@@ -180,8 +167,7 @@ class CaptionedDataModule(L.LightningDataModule):
         super().__init__()
         require_number("batch_size", batch_size, 1, whole=True)
         require_number("num_workers", num_workers, 0, whole=True)
-        if on_error not in ("raise", "skip"):
-            raise ConfigurationError(f"on_error={on_error!r}; choose 'raise' or 'skip'")
+        require_choice("on_error", on_error, ("raise", "skip"))
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.on_error = on_error
@@ -205,7 +191,7 @@ class CaptionedDataModule(L.LightningDataModule):
         self.train_set, self.validation_set = made
 
     def teardown(self, stage: str) -> None:
-        """Says how many samples were left out."""
+        """Warns how many samples were left out."""
         for name in ("train", "validation"):
             samples = getattr(self, f"{name}_set", None)
             if isinstance(samples, Readable) and (count := int(samples.left_out.sum())):
@@ -237,13 +223,13 @@ class CaptionedDataModule(L.LightningDataModule):
         return self._loader(self.validation_set, shuffle=False)
 
     def held_back_captions(self, count: int) -> list[str]:
-        """Returns up to `count` captions of the samples held back, spread over them, to be drawn while training."""
+        """Returns up to `count` captions of the samples held back, spread over them, for samples in training."""
         return [sample["caption"] for sample in self._held_back(count)]
 
     def held_back_conditions(self, count: int) -> Tensor | list[np.ndarray] | None:
         """Returns conditions of these captions, `(N, 3, H, W)`, or their references; None if there is nothing.
 
-        Of videos without a condition it is the first frame, with which videos begin that are drawn from an image,
+        Of videos without a condition it is the first frame, the condition of models that animate an image,
         and nothing if they have several sizes.
         """
         samples = self._held_back(count)
@@ -262,5 +248,5 @@ class CaptionedDataModule(L.LightningDataModule):
         return [self.validation_set[there[i * len(there) // count]] for i in range(count)]
 
     def _drawn_from(self) -> Sequence[int]:
-        """Returns places of the samples held back of which some are drawn while training."""
+        """Returns the indices of samples held back whose captions may be prompts of samples in training."""
         return range(len(self.validation_set))

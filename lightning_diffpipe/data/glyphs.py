@@ -17,7 +17,7 @@ import unicodedata
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -27,8 +27,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_diffpipe.data.captioned import CaptionedDataModule, Sample, require_made, share_of
-from lightning_diffpipe.errors import ConfigurationError, require_number
+from lightning_diffpipe.data.captioned import MADE, CaptionedDataModule, Sample, share_of
+from lightning_diffpipe.errors import ConfigurationError, require_choice, require_number
 
 Split = Literal["train", "validation", "all"]
 
@@ -150,6 +150,8 @@ class GlyphDataset(Dataset[Sample]):
         validation_share: float = 0.05,
         shifts_per_axis: int = 3,
     ) -> None:
+        require_number("resolution", resolution, 1, whole=True)
+        require_number("validation_share", validation_share, 0, 1)
         if shifts_per_axis % 2 == 0:
             raise ConfigurationError(f"shifts_per_axis must be odd, but is {shifts_per_axis}")
         self.resolution = resolution
@@ -181,14 +183,10 @@ class GlyphDataModule(CaptionedDataModule):
     """Named glyphs of the DejaVu fonts; nothing to download.
 
     Args:
-        resolution: Width and height of the images, in pixels.
-        alphabets: Which characters; see `ALPHABETS`.
-        faces: Which faces, of DejaVu or `FURTHER_FACES`; `None` for the twelve of DejaVu.
-        validation_share: Share of the (character, face) pairs that are held back.
-        shifts_per_axis: Each training glyph is seen at this number of shifts, squared.
         batch_size: Samples per batch on each data-parallel rank.
         num_workers: Worker processes; drawing a glyph takes about a tenth of a millisecond.
-        condition: What a ControlNet is shown: `"edges"` of the image, or None.
+        condition: Condition of a ControlNet: `"edges"` of the image, or None.
+        glyphs: Arguments of `GlyphDataset`: resolution, alphabets, faces, validation_share, shifts_per_axis.
 
     Raises:
         ConfigurationError: A value that cannot be, such as an unknown condition.
@@ -196,32 +194,23 @@ class GlyphDataModule(CaptionedDataModule):
 
     def __init__(
         self,
-        resolution: int = 64,
-        alphabets: Sequence[str] = ("digits", "latin"),
-        faces: Sequence[str] | None = None,
-        validation_share: float = 0.05,
-        shifts_per_axis: int = 3,
         batch_size: int = 32,
         num_workers: int = 0,
         condition: str | None = None,
+        **glyphs: Any,
     ) -> None:
         super().__init__(batch_size, num_workers)
-        require_number("resolution", resolution, 1, whole=True)
-        require_number("validation_share", validation_share, 0, 1)
+        require_choice("condition", condition, (None, *MADE))
         # What cannot be is refused before processes start; listing takes no time.
-        if not len(
-            GlyphDataset("train", resolution, alphabets, faces, validation_share, shifts_per_axis)
-        ):
+        if not len(GlyphDataset("train", **glyphs)):
+            values = ", ".join(f"{name}={value}" for name, value in glyphs.items())
             raise ConfigurationError(
-                f"no glyph is left to train on with alphabets={list(alphabets)} and "
-                f"validation_share={validation_share}; add alphabets, or lower the share"
+                f"no glyph is left to train on with {values}; add alphabets, or lower validation_share"
             )
-        if condition is not None:
-            require_made(condition)
+        self._glyphs = glyphs
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:
         """Lists the glyphs of both splits."""
-        h = self.hparams
-        common = (h.resolution, tuple(h.alphabets), h.faces, h.validation_share, h.shifts_per_axis)
-        self._use(GlyphDataset("train", *common), GlyphDataset("validation", *common), h.condition)
+        train, held_back = (GlyphDataset(s, **self._glyphs) for s in ("train", "validation"))
+        self._use(train, held_back, self.hparams.condition)

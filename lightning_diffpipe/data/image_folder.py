@@ -23,10 +23,9 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from PIL import Image
+from PIL import Image, ImageColor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_diffpipe.data.augmentation import Augmentation
 from lightning_diffpipe.data.buckets import Batches, BucketBatches, Last, Shape, Sizes, grouped
 from lightning_diffpipe.data.captioned import (
     MADE,
@@ -37,17 +36,23 @@ from lightning_diffpipe.data.captioned import (
 )
 from lightning_diffpipe.data.listing import Entry, Listing
 from lightning_diffpipe.data.pixels import (
+    Augmentation,
     read_reference,
     read_sample,
     read_video,
     reading,
-    require_color,
     size_of,
     to_pixels,
     too_short,
     video_size,
 )
-from lightning_diffpipe.errors import ConfigurationError, DataError, require_flags, require_number
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DataError,
+    require_choice,
+    require_flags,
+    require_number,
+)
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,9 @@ class Folder:
     """A folder of images among several.
 
     Attributes:
-        folder: Its path.
-        repeats: How often an epoch takes each of its images.
-        weight: How much its losses count, such as those of a prior next to a subject.
+        folder: Path of the folder.
+        repeats: Number of times that an epoch takes each of its images.
+        weight: Weight of its losses, such as those of a prior next to a subject.
 
     Raises:
         ConfigurationError: A number that cannot be.
@@ -76,13 +81,7 @@ class Folder:
         """Returns the folder that a path, or a mapping of its attributes, names."""
         if isinstance(given, str | PurePath):
             return cls(str(given))
-        try:
-            return cls(**{**given, "folder": str(given["folder"])})
-        except (TypeError, KeyError) as error:
-            raise ConfigurationError(
-                f"folder={given!r}: expected a path, or {{folder: PATH, repeats: 10, weight: 0.5}}, of which "
-                "repeats and weight may be left out"
-            ) from error
+        return cls(**{**given, "folder": str(given["folder"])})
 
 
 @dataclass(eq=False)
@@ -90,10 +89,10 @@ class FolderSamples(Dataset[Sample]):
     """Images or videos of folders.
 
     Attributes:
-        entries: What is read.
-        shapes: What each is given.
-        augmentation: What differs each time it is read.
-        background: What shows where it is transparent.
+        entries: Images or videos.
+        shapes: Shape of each sample.
+        augmentation: Random crops, mirroring and captions.
+        background: Colour that shows where images are transparent.
         alpha: Whether the alpha channel is the mask.
         is_weighted: Whether samples have weights.
     """
@@ -112,31 +111,29 @@ class FolderSamples(Dataset[Sample]):
         entry, shape = self.entries[index], self.shapes[index]
         crop = self.augmentation.crop(shape.height, shape.width)
         caption = self.augmentation.caption(entry.caption)
-        called = f"{entry.path} ({entry.where})"
+        sample: Sample
         if shape.num_frames is not None:
-            with reading(called):
+            with reading(entry.called()):
                 video = read_video(entry.path, shape.num_frames, crop, self.background)
-            sample: Sample = {"video": video, "caption": caption}
+            sample = {"video": video, "caption": caption}
             for kind, file in entry.companions.items():
-                with reading(f"{file} ({entry.where})"), Image.open(file) as image:
+                with reading(entry.called(file)), Image.open(file) as image:
                     sample[kind] = (to_pixels(image, crop, self.background) + 1) / 2
         else:
-            companions = {
-                n: (file, f"{file} ({entry.where})")
-                for n, file in entry.companions.items()
-                if n != "references"
-            }
-            given = entry.path, caption, crop, self.background, called, companions, self.alpha
-            sample = read_sample(*given)
-            if shape.references:  # cut and mirrored as the image, as far as shapes allow
-                files = zip(entry.companions["references"], shape.references, strict=True)
-                sample["references"] = [
-                    read_reference(
-                        file, replace(crop, height=height, width=width), self.background,
-                        f"{file} ({entry.where})",
-                    )
-                    for file, (height, width) in files
-                ]  # fmt: skip
+            others = {kind: (file, entry.called(file)) for kind, file in entry.companions.items()}
+            others.pop("references", None)
+            sample = read_sample(
+                entry.path, caption, crop, self.background, entry.called(), others, self.alpha
+            )
+        if shape.references:
+            sample["references"] = []
+            for file, (height, width) in zip(
+                entry.companions["references"], shape.references, strict=True
+            ):
+                # Cut and mirrored as the image, as far as shapes allow.
+                its_crop = replace(crop, height=height, width=width)
+                reference = read_reference(file, its_crop, self.background, entry.called(file))
+                sample["references"].append(reference)
         if self.is_weighted:
             sample["weight"] = torch.tensor(entry.weight)
         return sample
@@ -153,13 +150,13 @@ class ImageFolderDataModule(CaptionedDataModule):
         validation_share: Share of the images that is held back.
         batch_size: Samples per batch on each data-parallel rank.
         num_workers: Worker processes that decode images.
-        condition: What a ControlNet is shown, or a pipeline edits: `"edges"` of the image, or the key of the
+        condition: Condition of a ControlNet, or image to edit: `"edges"` of the image, or the key of the
             metadata that names a second image of the same shape, or a folder of such images; None for nothing.
             With `num_frames` the image that a video begins with; None then for its first frame.
-        references: What a pipeline that edits images makes each of: the key of the metadata that names one image
+        references: Images of which a pipeline makes each: the key of the metadata that names one image
             or a list of them, of any shape, or a folder with one for each; None for nothing. They get sizes as
             images do, and a batch has one number and shape of them.
-        on_error: What becomes of lines and images that cannot be used: `"raise"` ends the run with an error that
+        on_error: Treatment of lines and images that cannot be used: `"raise"` ends the run with an error that
             names file and line, `"skip"` leaves them out and says their number. Broken images are found when
             they are loaded; the next one of the same size takes the place of each.
         num_frames: Successive frames of each file, a video or a folder of frames, out of its middle; of several
@@ -167,19 +164,19 @@ class ImageFolderDataModule(CaptionedDataModule):
         background: Colour that shows where images are transparent: a name, or such as `"#ff8000"`.
         buckets: Whether images keep about their ratio of sides, at about the same area (`buckets.py`), instead of
             the middle square.
-        bucket_step: What sides are multiples of, with buckets.
+        bucket_step: Number of pixels of which sides are multiples, with buckets.
         enlarge: Whether buckets may enlarge images.
-        last_batch: What becomes of a bucket's last batch in an epoch if it is incomplete: it is `"filled"` with
+        last_batch: Treatment of a bucket's last batch in an epoch if it is incomplete: it is `"filled"` with
             samples of the bucket again, `"dropped"`, or is `"smaller"`. Without buckets it is dropped.
-        mask: Where the loss counts: the key of the metadata that names a grey image of the same shape, or a folder
+        mask: Mask of the loss: the key of the metadata that names a grey image of the same shape, or a folder
             of such images, or `"alpha"` for the images' own alpha channel; None for everywhere.
         augmentation: Settings of `Augmentation`: flip, random_crop, shuffle_tags, keep_tags, trigger. With the
             last one images may have no caption.
 
     Attributes:
         train_buckets: Places in `train_set` of the samples of each shape, once it is set up.
-        validation_buckets: Those in `validation_set`.
-        left_out: What is wrong with lines and files that were left out.
+        validation_buckets: Places in `validation_set`, likewise.
+        left_out: Errors of lines and files that were left out.
     """
 
     train_buckets: dict[Shape, list[int]]
@@ -206,16 +203,13 @@ class ImageFolderDataModule(CaptionedDataModule):
         **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
-        require_color(background)
+        ImageColor.getrgb(background)  # or it raises ValueError
         require_number("resolution", resolution, 1, whole=True)
         require_number("validation_share", validation_share, 0, 1)
         require_flags(buckets=buckets, enlarge=enlarge)
         if buckets:
             require_number("bucket_step", bucket_step, 1, resolution, whole=True)
-        if last_batch not in ("filled", "dropped", "smaller"):
-            raise ConfigurationError(
-                f"last_batch={last_batch!r}; choose filled, dropped or smaller"
-            )
+        require_choice("last_batch", last_batch, ("filled", "dropped", "smaller"))
         self._frames: list[int] = []
         if num_frames is not None:
             self._frames = [num_frames] if isinstance(num_frames, int) else sorted(num_frames)
@@ -229,10 +223,8 @@ class ImageFolderDataModule(CaptionedDataModule):
                         f"{name}={value!r} is for images; leave it or num_frames={num_frames} out"
                     )
         self._augmentation = Augmentation(**augmentation)
-        several = [folder] if isinstance(folder, str | PurePath | Mapping) else list(folder)
+        several = [folder] if isinstance(folder, str | PurePath | Mapping) else folder
         self._folders = [Folder.of(each) for each in several]
-        if not several:
-            raise ConfigurationError("folder=[] names no folder")
         self._sizes = Sizes(resolution, bucket_step, enlarge) if buckets else None
         self._split: list[dict[str, Any]] = []
         self.left_out: list[DataError] = []
@@ -336,10 +328,8 @@ class ImageFolderDataModule(CaptionedDataModule):
         """Returns which buckets are smaller than a batch; empty if none is."""
         size, buckets = self.batch_size, self.train_buckets
         small = [f"{shape}: {len(m)}" for shape, m in buckets.items() if len(m) < size]
-        text = (
-            f"{len(small)} of {len(buckets)} buckets have fewer than the {size} samples of a batch"
-        )
-        return f"{text} ({'; '.join(small)})" if small else ""
+        counts = f"{len(small)} of {len(buckets)} buckets have fewer than the {size} samples of"
+        return f"{counts} a batch ({'; '.join(small)})" if small else ""
 
     def _with_shapes(
         self, entries: list[Entry], errors: list[DataError]
@@ -368,7 +358,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         """Returns what an entry is given, by its header; or why it cannot be used."""
         side, frames = self.hparams.resolution, None
         try:
-            with reading(f"{entry.path} ({entry.where})"):
+            with reading(entry.called()):
                 if self._frames:
                     width, height, there = video_size(entry.path)
                     frames = max((n for n in self._frames if n <= there), default=None)
@@ -380,7 +370,7 @@ class ImageFolderDataModule(CaptionedDataModule):
                 sized = self._sizes.of if self._sizes else lambda *_: (side, side)
                 size, references = sized(height, width), []
             for file in entry.companions.get("references", ()):
-                with reading(f"{file} ({entry.where})"), Image.open(file) as image:
+                with reading(entry.called(file)), Image.open(file) as image:
                     references.append(sized(*reversed(size_of(image))))
             return Shape(*size, frames, tuple(references))
         except DataError as error:
@@ -388,11 +378,11 @@ class ImageFolderDataModule(CaptionedDataModule):
 
     def batches(self, shuffle: bool) -> BucketBatches:
         """Returns which samples make a batch, in training (shuffled) or of those held back."""
-        buckets = self.train_buckets if shuffle else self.validation_buckets
-        last = (
-            (self.hparams.last_batch if self._has_buckets else "dropped") if shuffle else "smaller"
-        )
-        return BucketBatches(list(buckets.values()), self.batch_size, last, shuffle)
+        if not shuffle:
+            held_back = list(self.validation_buckets.values())
+            return BucketBatches(held_back, self.batch_size, "smaller", shuffle)
+        last = self.hparams.last_batch if self._has_buckets else "dropped"
+        return BucketBatches(list(self.train_buckets.values()), self.batch_size, last, shuffle)
 
     def _loader(self, dataset: Dataset[Sample], shuffle: bool) -> DataLoader[Any]:
         if not self._has_buckets:
@@ -405,7 +395,7 @@ class ImageFolderDataModule(CaptionedDataModule):
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
-            collate_fn=_unchanged,
+            collate_fn=_unchanged,  # torch would make tensors of references, which are arrays
         )
 
     def _drawn_from(self) -> Sequence[int]:
@@ -416,5 +406,4 @@ class ImageFolderDataModule(CaptionedDataModule):
 
 
 def _unchanged(batch: Batch) -> Batch:
-    """Returns a batch in which references stay arrays, of which torch would make tensors."""
     return batch

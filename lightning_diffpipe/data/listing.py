@@ -35,12 +35,12 @@ class Entry(NamedTuple):
     """An image or video, its caption, files next to it by what they are, and where it was found.
 
     Attributes:
-        path: Of the image.
-        caption: As it is written.
+        path: Path of the image.
+        caption: Caption as it is written.
         companions: Files of a `"condition"`, a `"mask"` and the first, second, ... of `"references"` (in a tuple),
             as far as they are asked for.
         where: The listing and line, or the file of the caption, for messages.
-        weight: How much its loss counts.
+        weight: Weight of its loss.
     """
 
     path: Path
@@ -49,13 +49,17 @@ class Entry(NamedTuple):
     where: str
     weight: float = 1.0
 
+    def called(self, file: Path | None = None) -> str:
+        """Returns what messages call the image, or a file next to it."""
+        return f"{file or self.path} ({self.where})"
+
 
 @dataclass(frozen=True)
 class Listing:
     """Reads what a folder lists.
 
     Attributes:
-        folder: Where the images are.
+        folder: Folder of the images.
         caption_key: Key, or column, of the caption.
         companions: Keys of files next to each image, by what they are: `{"mask": "masks"}`.
         has_videos: Whether videos are wanted, which are files or folders.
@@ -81,20 +85,20 @@ class Listing:
             DataError: One cannot be used, and `on_error` is `"raise"`.
             ConfigurationError: There is no such folder, nothing in it, or two listings.
         """
-        found, errors = list[Entry](), list[DataError]()
+        entries, errors = list[Entry](), list[DataError]()
         for read in self._readers(on_error, errors):
             try:
-                found.append(read())
+                entries.append(read())
             except DataError as error:
                 if on_error == "raise":
                     raise
                 errors.append(error)
-        if not found:
+        if not entries:
             raise ConfigurationError(
                 f"folder={self.folder} lists no image{' that can be used' if errors else ''}; give each a line of "
                 "metadata.jsonl, or a caption: cat.txt beside cat.png"
             )
-        return found, errors
+        return entries, errors
 
     def _readers(self, on_error: str, errors: list[DataError]) -> list[Callable[[], Entry]]:
         """Returns a function for each entry, which raises DataError for one that cannot be used."""
@@ -129,14 +133,14 @@ class Listing:
         except json.JSONDecodeError as error:
             raise DataError(self._expected(where, text)) from error
 
-    def _expected(self, where: str, found: str) -> str:
+    def _expected(self, where: str, text: str) -> str:
         *first, last = map(repr, ("file_name", self.caption_key, *self.companions.values()))
         kinds = (
             f" ({', '.join(f'the {kind}' for kind in self.companions)})" if self.companions else ""
         )
         return (
             f"{self.folder / where}: expected {', '.join(first)} and {last}{kinds}, as in "
-            f'{{"file_name": "cat.png", "text": "a cat"}}, but found {found[:80]!r}'
+            f'{{"file_name": "cat.png", "text": "a cat"}}, but found {text[:80]!r}'
         )
 
     def _of_values(self, values: Any, where: str) -> Entry:
@@ -225,7 +229,7 @@ class Listing:
         return Entry(self._there(path, str(path)), caption, companions, where)
 
     def _there(self, path: Path, where: str) -> Path:
-        """Looks at a file from outside, as images are opened in training only."""
+        """Returns a path to a file that is not empty, or raises DataError; images are opened in training only."""
         if self.has_videos and path.is_dir():
             return path
         try:

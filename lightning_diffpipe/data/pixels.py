@@ -2,25 +2,30 @@
 
 Images are turned upright, scaled and cropped in one pass over what is kept, put on a background where they are
 transparent, and converted to sRGB. Videos are decoded by PyAV, or are folders of frames.
+
+Random crops, mirroring and orders of tags come from the global generators, which the run's seed, the epoch and the
+number of the batch set (`training/loader.py`): a run that goes on in the middle of an epoch repeats them.
 """
+
+from __future__ import annotations
 
 import contextlib
 import io
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageCms, ImageColor, ImageOps
+from PIL import ExifTags, Image, ImageCms, ImageOps
 from torch import Tensor
 
 from lightning_diffpipe.data.captioned import Sample
-from lightning_diffpipe.errors import ConfigurationError, DataError
+from lightning_diffpipe.errors import ConfigurationError, DataError, require_flags, require_number
 
 IMAGES = frozenset({".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 VIDEOS = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"})
@@ -32,9 +37,9 @@ class Crop:
     """Scales an image until it covers a size, and keeps that size of it.
 
     Attributes:
-        height: Of what is kept, in pixels.
-        width: Of what is kept.
-        down: Where it lies in the scaled image: 0 at the top, 1 at the bottom.
+        height: Height of the crop, in pixels.
+        width: Width of the crop.
+        down: Place of the crop in the scaled image: 0 at the top, 1 at the bottom.
         across: 0 at the left, 1 at the right.
         flipped: Whether it is mirrored, left and right.
     """
@@ -63,12 +68,62 @@ class Crop:
         return ImageOps.mirror(kept) if self.flipped else kept
 
 
+@dataclass(frozen=True)
+class Augmentation:
+    """Crops, mirroring and changes of captions, which may be sampled anew each time a sample is read.
+
+    Attributes:
+        flip: Share of the samples that are mirrored, left and right.
+        random_crop: Crop anywhere, not in the middle.
+        shuffle_tags: Mix the order of a caption's parts between commas.
+        keep_tags: Number of first parts that keep their places.
+        trigger: Words put in front of captions that do not have them.
+
+    Raises:
+        ConfigurationError: A number that cannot be.
+    """
+
+    flip: float = 0.0
+    random_crop: bool = False
+    shuffle_tags: bool = False
+    keep_tags: int = 0
+    trigger: str | None = None
+
+    def __post_init__(self) -> None:
+        require_number("flip", self.flip, 0, 1)
+        require_number("keep_tags", self.keep_tags, 0, whole=True)
+        require_flags(random_crop=self.random_crop, shuffle_tags=self.shuffle_tags)
+        if self.keep_tags and not self.shuffle_tags:
+            raise ConfigurationError(
+                f"keep_tags={self.keep_tags} keeps tags in front of others that are shuffled; add shuffle_tags=true"
+            )
+
+    def held_back(self) -> Augmentation:
+        """Returns what becomes of samples that are held back: the same each time."""
+        return replace(self, flip=0.0, random_crop=False, shuffle_tags=False, keep_tags=0)
+
+    def crop(self, height: int, width: int) -> Crop:
+        """Returns a crop of this size, sampled anew if crops or mirroring are random."""
+        down, across = torch.rand(2).tolist() if self.random_crop else (0.5, 0.5)
+        return Crop(height, width, down, across, bool(self.flip and torch.rand(()) < self.flip))
+
+    def caption(self, text: str) -> str:
+        """Returns a caption with its tags in a sampled order, if they are shuffled, and the trigger."""
+        if self.shuffle_tags:
+            tags = [tag.strip() for tag in text.split(",")]
+            kept, others = tags[: self.keep_tags], tags[self.keep_tags :]
+            text = ", ".join([*kept, *(others[i] for i in torch.randperm(len(others)))])
+        if self.trigger and self.trigger not in text:
+            text = f"{self.trigger}, {text}" if text else self.trigger
+        return text
+
+
 def to_pixels(image: Image.Image, crop: Crop, background: str = "white") -> Tensor:
     """Returns what is kept of an image, upright and in sRGB.
 
     Args:
         image: Any image of 8 or 16 bits; turned as its EXIF orientation says, and converted to sRGB.
-        crop: What is kept.
+        crop: Size and place of the crop.
         background: Colour that shows where the image is transparent, as PIL knows it.
 
     Returns:
@@ -122,16 +177,6 @@ def _in_srgb(image: Image.Image, icc: bytes | None) -> Image.Image:
     return image.convert("RGB")
 
 
-def require_color(name: str) -> None:
-    """Raises ConfigurationError for a background that PIL does not know."""
-    try:
-        ImageColor.getrgb(name)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigurationError(
-            f"background={name!r} is no colour; write a name such as 'white', or '#ff8000' (data.background)"
-        ) from error
-
-
 def size_of(image: Image.Image) -> tuple[int, int]:
     """Returns width and height of an image that stands upright, by its header alone."""
     # Not by the method of PNG files, which decodes them to look behind the pixels.
@@ -151,12 +196,12 @@ def read_sample(
     """Reads an image and what lies next to it.
 
     Args:
-        file: In any form that PIL knows.
-        caption: Of the image.
-        crop: What is kept of it, and of what lies next to it.
-        background: As for `to_pixels`.
-        name: What to call the file.
-        companions: Files of a `"condition"` and a `"mask"`, as far as there are some, and what to call them.
+        file: File of the image, in any format of PIL.
+        caption: Caption of the image.
+        crop: Crop of the image, and of the files next to it.
+        background: Argument of `to_pixels`.
+        name: Name of the file in messages.
+        companions: Files of a `"condition"` and a `"mask"`, as far as there are some, with their names.
         alpha: Whether the image's own alpha channel is the mask.
 
     Raises:
@@ -200,9 +245,9 @@ def read_video(path: Path, num_frames: int, crop: Crop, background: str = "white
 
     Args:
         path: A file, or a folder whose images are the frames, in the order of the numbers in their names.
-        num_frames: How many.
-        crop: What is kept of each.
-        background: As for `to_pixels`.
+        num_frames: Number of frames.
+        crop: Crop of each frame.
+        background: Argument of `to_pixels`.
 
     Returns:
         Float32 in [-1, 1], `(3, num_frames, height, width)`.
@@ -294,11 +339,11 @@ def require_same_shape(
     """Refuses a condition or mask that would be cut out elsewhere; it may be larger or smaller.
 
     Args:
-        image: What is learnt.
-        name: Of it, for the message.
-        condition: What belongs to it.
-        its_name: Of the condition.
-        kind: What it is: condition or mask.
+        image: Image of a sample.
+        name: Name of its file, for the message.
+        condition: Condition or mask of the image.
+        its_name: Name of that file.
+        kind: `"condition"` or `"mask"`.
 
     Raises:
         DataError: Width and height have another ratio.

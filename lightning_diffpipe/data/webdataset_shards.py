@@ -7,23 +7,23 @@ Reading shards front to back keeps disks and object stores streaming where milli
 would not. The package `webdataset` is optional: `pip install lightning-diffpipe[webdataset]`.
 """
 
+from __future__ import annotations
+
 import io
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from PIL import ImageColor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_diffpipe.data.augmentation import Augmentation
 from lightning_diffpipe.data.captioned import MADE, Batch, CaptionedDataModule, Sample, collate
-from lightning_diffpipe.data.pixels import read_sample, require_color
+from lightning_diffpipe.data.pixels import Augmentation, read_sample
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 
@@ -31,32 +31,12 @@ _log = logging.getLogger(__name__)
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 
 
-@dataclass(eq=False)
 class _Epochs(IterableDataset[Batch]):
-    """Shuffled batches of one rank without end, of which an epoch is so many, over all its workers.
+    """Shuffled batches of one pipeline without end, cut into epochs, which all workers of a loader share out."""
 
-    Attributes:
-        stored: All samples of a worker's shards once, as they are stored, in an order that follows from a seed;
-            given that, the worker and their number.
-        read: Makes samples of them.
-        leaves_out: Whether that leaves some out.
-        epoch: Returns which epoch begins.
-        num_batches: Batches of an epoch.
-        batch_size: Samples of a batch.
-        seed: Of all orders.
-        rank: Whose batches these are, of those that read other shards.
-    """
-
-    stored: Callable[[int, int, int], Iterable[Any]]
-    read: Callable[[Iterable[Any]], Iterator[Sample]]
-    leaves_out: bool
-    epoch: Callable[[], int]
-    num_batches: int
-    batch_size: int
-    seed: int
-    rank: int = 0
-    _skipped: int = 0
-    _num_read: int = 0
+    def __init__(self, data: WebDatasetDataModule, num_batches: int, rank: int) -> None:
+        self._data, self._num_batches, self._rank = data, num_batches, rank
+        self._skipped = self._num_read = 0
 
     def skip_batches(self, count: int) -> None:
         """Lets epochs that are started from now on begin with a later batch, as a run does that goes on in one."""
@@ -64,28 +44,27 @@ class _Epochs(IterableDataset[Batch]):
 
     def __len__(self) -> int:
         """Returns the batches of an epoch, over all workers: what a learning rate schedule needs to know."""
-        return self.num_batches
+        return self._num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        information = get_worker_info()
-        worker, count = (information.id, information.num_workers) if information else (0, 1)
+        worker, count = _worker()
         # A loader asks its workers in turn, the first one for the first batch.
         return self._batches((worker + self._skipped) % count, count, self._skipped)
 
     def _batches(self, worker: int, count: int, skipped: int) -> Iterator[Batch]:
-        epoch = self.epoch()
+        data, epoch = self._data, getattr(self._data.trainer, "current_epoch", 0)
         stored = self._endless(epoch, worker, count)
-        before = self.batch_size * len(range(worker, skipped, count))
-        if not self.leaves_out:  # else only those who read them know how many these are
+        num_skipped = len(range(worker, skipped, count))
+        before = data.batch_size * num_skipped
+        if data.on_error == "raise":  # else it has to be read which samples are left out
             stored, before = itertools.islice(stored, before, None), 0
-        samples = self._counted(self.read(stored))
+        samples = self._counted(data._read(data._augmentation, stored))
         for _ in itertools.islice(samples, before):
             pass
-        first = worker + count * len(range(worker, skipped, count))
-        for number in range(first, self.num_batches, count):
-            seed = derived_seed(self.seed, "augmentation", self.rank, epoch, number)
+        for number in range(worker + count * num_skipped, self._num_batches, count):
+            seed = derived_seed(data.hparams.seed, "augmentation", self._rank, epoch, number)
             with isolated_random_numbers(seed):
-                batch = collate(list(itertools.islice(samples, self.batch_size)))
+                batch = collate(list(itertools.islice(samples, data.batch_size)))
             yield batch
 
     def _counted(self, samples: Iterator[Sample]) -> Iterator[Sample]:
@@ -94,31 +73,35 @@ class _Epochs(IterableDataset[Batch]):
             yield sample
 
     def _endless(self, epoch: int, worker: int, count: int) -> Iterator[Any]:
+        data = self._data
         for repetition in itertools.count():
             sample, read_before = None, self._num_read
-            seed = derived_seed(self.seed, "shards", epoch, repetition)
-            for sample in self.stored(seed, worker, count):
+            seed = derived_seed(data.hparams.seed, "shards", epoch, repetition)
+            for sample in data._stored(data.hparams.train_shards, seed, worker, count):
                 yield sample
-            if sample is None or (self.leaves_out and self._num_read == read_before):
+            if sample is None or (data.on_error == "skip" and self._num_read == read_before):
                 raise ConfigurationError(
                     "training shards hold no sample with an image (jpg, jpeg, png or webp) and a txt that can be "
                     "read; warnings above say what was left out, if on_error=skip"
                 )
 
 
-@dataclass(eq=False)
-class _Once(IterableDataset[Batch]):
-    """All batches of one rank in order; the last one may be smaller."""
+class _HeldBack(IterableDataset[Batch]):
+    """All batches of one pipeline in order; the last one may be smaller."""
 
-    stored: Callable[[int, int], Iterable[Any]]
-    read: Callable[[Iterable[Any]], Iterator[Sample]]
-    batch_size: int
+    def __init__(self, data: WebDatasetDataModule) -> None:
+        self._data = data
 
     def __iter__(self) -> Iterator[Batch]:
-        worker = get_worker_info()
-        samples = self.read(self.stored(*((worker.id, worker.num_workers) if worker else (0, 1))))
-        while batch := list(itertools.islice(samples, self.batch_size)):
+        samples = self._data._samples_held_back(*_worker())
+        while batch := list(itertools.islice(samples, self._data.batch_size)):
             yield collate(batch)
+
+
+def _worker() -> tuple[int, int]:
+    """Returns the number of this worker of a loader, and that of all; of a loader without workers 0 and 1."""
+    worker = get_worker_info()
+    return (worker.id, worker.num_workers) if worker else (0, 1)
 
 
 class WebDatasetDataModule(CaptionedDataModule):
@@ -132,23 +115,24 @@ class WebDatasetDataModule(CaptionedDataModule):
         samples_per_epoch: Training samples in an epoch, over all ranks; a stream has no length. Every epoch begins
             with all shards in an order of its own.
         resolution: Width and height of the images, in pixels.
-        shuffle_buffer: Samples held in memory to be drawn from.
+        shuffle_buffer: Samples held in memory, of which the next one is chosen.
         batch_size: Samples per batch on each data-parallel rank.
         num_workers: Worker processes that decode images; no more than a rank has shards are started.
         seed: Order of shards and samples; the same on every rank.
-        condition: What a ControlNet is shown: `"edges"` of the image, or the extension under which shards have a
+        condition: Condition of a ControlNet: `"edges"` of the image, or the extension under which shards have a
             second image, such as `"cond.png"`; None for nothing.
-        on_error: What becomes of samples that cannot be used, and of the rest of shards that are cut short:
+        on_error: Treatment of samples that cannot be used, and of the rest of shards that are cut short:
             `"raise"` ends the run with an error that names shard and sample, `"skip"` leaves them out and says
             their number.
         background: Colour that shows where images are transparent: a name, or such as `"#ff8000"`.
-        mask: Where the loss counts: `"alpha"` for the images' alpha channel, or the extension under which shards
+        mask: Mask of the loss: `"alpha"` for the images' alpha channel, or the extension under which shards
             have grey images, such as `"mask.png"`; None for everywhere.
         augmentation: Settings of `Augmentation`: flip, random_crop, shuffle_tags, keep_tags, trigger.
 
     Raises:
-        ConfigurationError: The package webdataset is missing; or, when a loader is made, there are fewer shards
-            than data-parallel ranks, or one of them is not there.
+        ImportError: The package webdataset is missing.
+        ConfigurationError: When a loader is made, there are fewer shards than data-parallel ranks, or one of them
+            does not exist.
     """
 
     def __init__(
@@ -168,7 +152,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
-        require_color(background)
+        ImageColor.getrgb(background)  # or it raises ValueError
         self._augmentation = Augmentation(**augmentation)
         for name, value, least in (
             ("samples_per_epoch", samples_per_epoch, 1),
@@ -176,13 +160,8 @@ class WebDatasetDataModule(CaptionedDataModule):
             ("resolution", resolution, 1),
         ):
             require_number(name, value, least, whole=True)
-        try:
-            import webdataset
-        except ImportError as error:
-            raise ConfigurationError(
-                "WebDatasetDataModule needs the package webdataset, which is not installed; "
-                "run: pip install 'lightning-diffpipe[webdataset]'"
-            ) from error
+        import webdataset  # of the extra lightning-diffpipe[webdataset]
+
         self._webdataset = webdataset
         self._left_out = torch.zeros(1 + num_workers, dtype=torch.int64).share_memory_()
         self.save_hyperparameters()
@@ -238,16 +217,9 @@ class WebDatasetDataModule(CaptionedDataModule):
         kinds = {"condition": h.condition, "mask": h.mask}
         companions = {kind: end for kind, end in kinds.items() if end not in (*MADE, "alpha", None)}
         image = next((end for end in _IMAGES if end in files), None)
-        missing = [
-            name
-            for name, end in (
-                (f"image ({', '.join(_IMAGES)})", image),
-                ("txt", "txt"),
-                *((end, end) for end in companions.values()),
-            )
-            if end not in files
-        ]
-        if missing:
+        needed = {f"image ({', '.join(_IMAGES)})": image, "txt": "txt"}
+        needed |= {end: end for end in companions.values()}
+        if missing := [name for name, end in needed.items() if end not in files]:
             raise DataError(f"{where} has no {' and no '.join(missing)}")
         try:
             caption = files["txt"].decode()
@@ -265,7 +237,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         return sample
 
     def teardown(self, stage: str) -> None:
-        """Says how many samples were left out."""
+        """Warns how many samples were left out."""
         if count := int(self._left_out.sum()):
             rank_zero_warn(
                 f"{count} times a sample or the rest of a shard could not be read and was left out (on_error=skip)"
@@ -275,14 +247,8 @@ class WebDatasetDataModule(CaptionedDataModule):
         rank, num_ranks = self._data_parallel()
         names = self._webdataset.SimpleShardList(shards).urls
         for name in names:
-            path = Path(name)
-            if (
-                "://" not in name
-                and not name.startswith("pipe:")
-                and not (path.is_file() and path.stat().st_size)
-            ):
-                there = "is empty (0 bytes)" if path.is_file() else "does not exist"
-                raise DataError(f"the shard {name} ({shards}) {there}")
+            if "://" not in name and not name.startswith("pipe:") and not Path(name).is_file():
+                raise DataError(f"the shard {name} ({shards}) does not exist")
         num_shards = len(names)
         if num_shards < num_ranks:
             raise ConfigurationError(
@@ -300,33 +266,20 @@ class WebDatasetDataModule(CaptionedDataModule):
         """Returns endless shuffled shards, cut into epochs of `samples_per_epoch`."""
         h, (rank, num_ranks) = self.hparams, self._data_parallel()
         batches = max(1, h.samples_per_epoch // (h.batch_size * num_ranks))
-        stream = _Epochs(
-            partial(self._stored, h.train_shards),
-            partial(self._read, self._augmentation),
-            h.on_error == "skip",
-            lambda: getattr(self.trainer, "current_epoch", 0),
-            batches,
-            h.batch_size,
-            h.seed,
-            rank,
-        )
         # Lightning warns of every such length, as workers might all give the whole epoch. These share it out.
         warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
-        return self._loader(stream, h.train_shards)
+        return self._loader(_Epochs(self, batches, rank), h.train_shards)
 
     def val_dataloader(self) -> DataLoader | list:
         """Returns the held-back shards once, in order; an empty list without any."""
         shards = self.hparams.validation_shards
-        if shards is None:
-            return []
-        read = partial(self._read, self._augmentation.held_back())
-        return self._loader(
-            _Once(partial(self._stored, shards, None), read, self.batch_size), shards
-        )
+        return [] if shards is None else self._loader(_HeldBack(self), shards)
+
+    def _samples_held_back(self, worker: int = 0, count: int = 1) -> Iterator[Sample]:
+        stored = self._stored(self.hparams.validation_shards, None, worker, count)
+        return self._read(self._augmentation.held_back(), stored)
 
     def _held_back(self, count: int) -> list[Sample]:
-        shards = self.hparams.validation_shards
-        if shards is None:
+        if self.hparams.validation_shards is None:
             return []
-        samples = self._read(self._augmentation.held_back(), self._stored(shards, None))
-        return list(itertools.islice(samples, count))
+        return list(itertools.islice(self._samples_held_back(), count))

@@ -54,7 +54,7 @@ class Explanation:
 
     Attributes:
         parts: Seconds saved without each part, largest first. Parts overlap, so that they need not add up.
-        changes: Those that help, best first. Empty without a profile.
+        changes: Changes that help, best first. Empty without a profile.
     """
 
     plan: PipelinePlan
@@ -116,9 +116,9 @@ def explain(
         plan: A plan with costs, as `find_plan` makes them; without costs only the limit is known.
         profile: With the cluster, lets changes be tried; without, those kept in the plan are listed. Where it is
             another measurement than the plan was made from, the plan's stages are simulated with it first.
-        cluster: Where the plan shall run; changes may use more ranks than it does.
+        cluster: Ranks and links of the run; changes may use more ranks than it does.
         budget_s: Seconds to spend on changes; searches that take longer are cut short.
-        disk_bytes_per_s: What each rank reads, where encodings are stored.
+        disk_bytes_per_s: Rate at which each rank reads stored encodings.
 
     Raises:
         ConfigurationError: A rate that cannot be.
@@ -143,10 +143,10 @@ def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> Pi
     names, what = [layer.name for layer in profile.layers], f"profile {profile.name!r}"
     remedy = "use the profile that the plan was made from, or one of the same layers"
     check_layers(plan, names, what, remedy)
-    own = replace(cluster, num_ranks=plan.num_ranks)
+    ranks = replace(cluster, num_ranks=plan.num_ranks)
     recomputing = checkpointed(profile, plan.recomputed)
     streaming = streamed(recomputing, plan.streamed, cluster.host_bytes_per_s)
-    model = CostModel.of(streaming, own, plan.options)
+    model = CostModel.of(streaming, ranks, plan.options)
     again = Evaluator(model, plan.options).plan(Proposal.of(plan, profile))
     old_s, new_s = plan.planned.iteration_s, again.planned.iteration_s
     return plan if math.isclose(new_s, old_s, rel_tol=SAME_STEP) else again
@@ -176,8 +176,8 @@ def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Saving, ...]:
     # Waiting that frozen work has filled is none: no more than all bubbles can be won.
     bubbles_s = step_s - plan.planned.no_bubble_limit_s
     saved["pipeline warm-up and cooldown"] = min(alone_s - max(busy_s), bubbles_s)
-    found = (Saving(name, s) for name, s in saved.items() if s > WORTH_A_LINE * step_s)
-    return tuple(sorted(found, key=lambda part: -part.saved_s))
+    large = (Saving(name, s) for name, s in saved.items() if s > WORTH_A_LINE * step_s)
+    return tuple(sorted(large, key=lambda part: -part.saved_s))
 
 
 def _balanced(plan: PipelinePlan, costs: PipelineCosts) -> PipelineCosts:
@@ -213,17 +213,17 @@ def _helpful(
         left_s = max(until_s - time.perf_counter(), 0.0)  # those still to come share it
         try:
             options = replace(plan.options, **changes)
-            found = find_plan(profile, cluster, options, below_s, left_s / 2)
+            changed = find_plan(profile, cluster, options, below_s, left_s / 2)
         except DiffPipeError:
             continue  # No faster, or not possible: too many stages, too few samples, too little memory.
-        step_s = found.planned.iteration_s + more_s
+        step_s = changed.planned.iteration_s + more_s
         if step_s < below_s:
-            details = _moved(plan, found)
+            details = _moved(plan, changed)
             if description == BEST:
-                pipelines = count_of(found.num_pipelines, "pipeline")
-                stages = count_of(found.num_stages, "stage")
-                microbatches = count_of(found.num_microbatches, "microbatch", "es")
-                details = f": {pipelines} of {stages}, {microbatches}, {found.options.schedule}"
+                pipelines = count_of(changed.num_pipelines, "pipeline")
+                stages = count_of(changed.num_stages, "stage")
+                microbatches = count_of(changed.num_microbatches, "microbatch", "es")
+                details = f": {pipelines} of {stages}, {microbatches}, {changed.options.schedule}"
             yield PlannedChange(f"{description}{details}", step_s)
 
 
@@ -283,11 +283,11 @@ def _with_stored(profile: ModelProfile, names: Collection[str]) -> tuple[ModelPr
     return replace(profile, encoders=tuple(encoders)), sample_bytes
 
 
-def _moved(plan: PipelinePlan, found: PipelinePlan) -> str:
+def _moved(plan: PipelinePlan, changed: PipelinePlan) -> str:
     """Returns where the new plan cuts, if it cuts the same number of stages elsewhere."""
-    old, new = list(plan.first_layers[1:]), list(found.first_layers[1:])
-    if found.num_stages == 1 or old == new:
+    old, new = list(plan.first_layers[1:]), list(changed.first_layers[1:])
+    if changed.num_stages == 1 or old == new:
         return ""
-    replicas = [stage.num_replicas for stage in found.stages]
+    replicas = [stage.num_replicas for stage in changed.stages]
     shares = f", replicas {replicas}" if len(set(replicas)) > 1 else ""
     return f", cut before layers {', '.join(map(str, new))}{shares}"

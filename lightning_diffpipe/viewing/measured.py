@@ -93,8 +93,8 @@ def measured_timeline(
     """Joins what the ranks of a pipeline recorded.
 
     Args:
-        recorded: By rank, in the order of the program: every instruction with its times.
-        offsets_s: By rank: its clock minus rank 0's.
+        recorded: Instructions with their times, by rank, in the order of the program.
+        offsets_s: Clock of each rank minus that of rank 0.
         placement: Who meets whom when gradients are summed.
 
     Returns:
@@ -104,8 +104,10 @@ def measured_timeline(
         [_earlier(replace(span, rank=rank), offset_s) for span in spans]
         for rank, (spans, offset_s) in enumerate(zip(recorded, offsets_s, strict=True))
     ]
-    met = [[_shortened(span, shifted, placement) for span in own] for own in shifted]
-    spans = sorted((s for own in met for s in _at_work(own)), key=lambda s: (s.rank, s.start_s))
+    met = [[_shortened(span, shifted, placement) for span in of_rank] for of_rank in shifted]
+    spans = sorted(
+        (s for of_rank in met for s in _at_work(of_rank)), key=lambda s: (s.rank, s.start_s)
+    )
     begin_s = min((span.start_s for span in spans), default=0.0)
     shifted_spans = tuple(_earlier(span, begin_s) for span in spans)
     return Timeline(shifted_spans, len(recorded), tuple(_transfers(shifted, begin_s)))
@@ -117,7 +119,7 @@ def _earlier(span: Span, by_s: float) -> Span:
 
 def _transfers(recorded: list[list[Span]], begin_s: float) -> Iterator[Transfer]:
     """Yields every message from when it was sent until its reader went on, at most."""
-    waits = {(span.rank, span.instruction): span for own in recorded for span in own}
+    waits = {(span.rank, span.instruction): span for of_rank in recorded for span in of_rank}
     for span in chain.from_iterable(recorded):
         if isinstance(span.instruction, Send):
             message = Message.of(span.instruction, span.rank)
@@ -169,30 +171,30 @@ def _shortened(span: Span, recorded: list[list[Span]], placement: Placement) -> 
         [s.start_s for s in recorded[rank] if s.instruction == kind][number - 1 : number]
         for rank in group_of(placement, span.rank, kind)
     ]
-    last_s = max((start for own in arrivals for start in own), default=span.start_s)
+    last_s = max((start for starts in arrivals for start in starts), default=span.start_s)
     return replace(span, start_s=min(max(span.start_s, last_s), span.stop_s))
 
 
-def _at_work(own: list[Span]) -> list[Span]:
+def _at_work(spans: list[Span]) -> list[Span]:
     """Returns one rank's spans without waits, none inside another."""
     waits = Wait | ShareResults
-    working = [s for s in own if not isinstance(s.instruction, waits) and s.duration_s > 0]
+    working = [s for s in spans if not isinstance(s.instruction, waits) and s.duration_s > 0]
     encodes = [s for s in working if isinstance(s.instruction, Encode)]
-    found: list[Span] = []
+    working_spans: list[Span] = []
     for span in working:
         if isinstance(span.instruction, Encode):
-            found.append(span)
+            working_spans.append(span)
             continue
         # What is left of it around frozen work that ran while it was under way.
         now = span.start_s
         inside = (e for e in encodes if _overlap([e], span.start_s, span.stop_s))
         for other in sorted(inside, key=lambda s: s.start_s):
             if other.start_s > now:
-                found.append(replace(span, start_s=now, stop_s=other.start_s))
+                working_spans.append(replace(span, start_s=now, stop_s=other.start_s))
             now = max(now, other.stop_s)
         if now < span.stop_s:
-            found.append(replace(span, start_s=now))
-    return found
+            working_spans.append(replace(span, start_s=now))
+    return working_spans
 
 
 _FORWARD = (Forward, ForwardNoGrad)
@@ -310,7 +312,7 @@ def explain_gap(
         plan: The plan with its costs; without costs, or without a flush, only the whole difference is known.
         measured: A timeline of one iteration.
         after_s: Between two pipelines without loading: optimizer, callbacks, logging, checkpoints.
-        loading_s: In which the data loader was waited for there.
+        loading_s: Time there in which the data loader was waited for.
     """
     pipeline_s, planned_s = measured.iteration_s, plan.planned.iteration_s
     parts, unfilled_s = list[GapPart](), None
@@ -378,8 +380,8 @@ def _with_measured(
     """Returns a table of seconds by stage and microbatch, those of some kinds as measured where they ran."""
 
     def cell(planned_s: float, stage: int, microbatch: int) -> float:
-        found = [took_s[i] for kind in kinds if (i := kind(stage, microbatch)) in took_s]
-        return sum(found) if found else planned_s
+        measured = [took_s[i] for kind in kinds if (i := kind(stage, microbatch)) in took_s]
+        return sum(measured) if measured else planned_s
 
     return tuple(
         tuple(cell(planned_s, stage, m) for m, planned_s in enumerate(row))

@@ -118,15 +118,15 @@ def _arrows(timeline: Timeline, process: int, numbers: Iterator[int]) -> Iterato
         kinds = (Backward, BackwardInput) if back else (Forward, ForwardNoGrad)
         before = message.stage + (1 if back else -1)
         ends = [(message.from_rank, before), (message.to_rank, message.stage)]
-        found = [
+        of_ends = [
             span
             for rank, stage in ends
             for kind in kinds
             if (span := spans.get((rank, kind(stage, message.microbatch))))
         ]
-        if len(found) < len(ends):
+        if len(of_ends) < len(ends):
             continue
-        maker, reader = found
+        maker, reader = of_ends
         arrow: Event = {"name": message.kind, "cat": "message", "id": next(numbers), "pid": process}
         # An arrow must begin and end within a slice to be drawn.
         middle_s = (maker.start_s + maker.stop_s) / 2

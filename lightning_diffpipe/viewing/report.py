@@ -34,7 +34,7 @@ def report(plan: PipelinePlan, max_columns: int = 120) -> str:
 
 
 def headline(plan: PipelinePlan) -> str:
-    """Says in one line how ranks and samples are shared."""
+    """Returns a line that tells how ranks and samples are shared."""
     sizes = sorted(set(plan.microbatch_sizes), reverse=True)
     samples = " or ".join(str(n) for n in sizes) + (" samples" if max(sizes) > 1 else " sample")
     pipelines = count_of(plan.num_pipelines, "pipeline")

@@ -2,13 +2,18 @@
 
 rank 1 |  . F0 F1  .  . B0 -- F2 B1 --  ?          <-- waits here
 rank 2 |  .  . F0 B0 -- F1 B1 -- F2  .  .  .
+
+`python -m lightning_diffpipe.viewing.text 1f1b 4 8` draws a schedule for 4 ranks and 8 microbatches in ticks: a
+forward takes 1, a backward 2, a message 0.
 """
 
+import sys
 from collections.abc import Sequence
 
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import Compute
 from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.planning.timeline import Timeline, draw
 
@@ -45,10 +50,10 @@ def waiting(schedule: Schedule, at: int, rank: int) -> str:
     program = schedule.programs[rank]
     # Communication takes no time on a rank, so that only computation makes spans.
     done = sum(1 for instruction in program[:at] if isinstance(instruction, Compute))
-    own = timeline.spans_of(rank)[:done]
-    kept = [*(span for span in timeline.spans if span.rank != rank), *own]
+    done_spans = timeline.spans_of(rank)[:done]
+    kept = [*(span for span in timeline.spans if span.rank != rank), *done_spans]
     image = draw(kept, schedule.num_ranks, tick_s=1.0).splitlines()
-    stands_at = max((round(span.stop_s) for span in own), default=0)
+    stands_at = max((round(span.stop_s) for span in done_spans), default=0)
     head, cells = image[rank].split("|", 1)
     width = len(cells) // max(round(max((s.stop_s for s in kept), default=1.0)), 1)
     here = program[at] if at < len(program) else "the end"
@@ -133,3 +138,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         cells += [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4 or sys.argv[1] not in SCHEDULES:
+        sys.exit(f"usage: SCHEDULE RANKS MICROBATCHES, with SCHEDULE one of {', '.join(SCHEDULES)}")
+    spec, num_ranks, num_microbatches = SCHEDULES[sys.argv[1]], *map(int, sys.argv[2:])
+    placement = spec.place and spec.place(spec.stages_per_rank[0] * num_ranks, num_ranks)
+    timeline = simulate(spec(placement or num_ranks, num_microbatches))
+    print(timeline)
+    print(f"bubble ratio {percent(timeline.bubble_ratio)}, {timeline.iteration_s:g} ticks")

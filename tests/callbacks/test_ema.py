@@ -254,9 +254,3 @@ def test_frozen_and_foreign_parameters_are_left_out(tmp_path):
     ema = EMA()
     fit(tmp_path, ema, module, max_steps=2)
     assert set(ema.averages) == {"layer.weight", "layer.bias"}
-
-
-@pytest.mark.parametrize("decay", [-0.1, 1.0])
-def test_an_impossible_decay_is_refused(decay):
-    with pytest.raises(ConfigurationError, match=r"decay must be in \[0, 1\)"):
-        EMA(decay=decay)

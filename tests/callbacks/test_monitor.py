@@ -16,7 +16,6 @@ from torch.utils.data import default_collate
 
 from lightning_diffpipe import ModelProfile, PipelineMonitor, PipelinePlan, find_plan
 from lightning_diffpipe.callbacks.monitor import run_folder
-from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.training.pipeline import Basis
@@ -120,16 +119,13 @@ def test_of_a_plan_that_was_given_the_plan_alone_is_written(tmp_path):
     assert names == {"plan.json", "profile.json", "cluster.json"}
 
 
-@pytest.mark.parametrize("trial", [False, True])
-def test_a_trial_run_leaves_the_files_of_others_alone(trial, tmp_path):
+def test_a_trial_run_leaves_the_files_of_others_alone(tmp_path):
     """History: `fast_dev_run` wrote over the plan and the report of a real run."""
-    plan = find_plan(equal_profile(2), Cluster(1), PlanOptions(6, num_microbatches=2))
     monitor = PipelineMonitor(folder=tmp_path)
-    strategy = SimpleNamespace(broadcast=lambda value: value, pipeline=None)
-    trainer = SimpleNamespace(fast_dev_run=trial, loggers=[], log_dir=None, strategy=strategy)
-    monitor.on_train_start(trainer, None)
-    monitor._write_plan(trainer, SimpleNamespace(plan=plan, basis=None))
-    assert any(tmp_path.iterdir()) != trial
+    options = {"strategy": quick_strategy(), "callbacks": [monitor], "fast_dev_run": 3}
+    quiet_trainer(**options).fit(build(Settings()), datamodule=Data())
+    assert monitor.samples
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -244,30 +240,18 @@ def test_without_a_pipeline_it_counts_samples(tmp_path):
     assert not monitor.samples
 
 
-@pytest.mark.parametrize("bad", [{"every_n_steps": 0}, {"images_share": 2.0}])
-def test_refused(bad):
-    with pytest.raises(ConfigurationError, match=next(iter(bad))):
-        PipelineMonitor(**bad)
-
-
-def test_images_wait_until_the_run_can_afford_them(tmp_path, monkeypatch):
-    """Drawing takes seconds, and all other ranks wait for the one that draws."""
-    monitor = PipelineMonitor(images_share=0.01, folder=tmp_path)
-    drawn = []
-    monkeypatch.setattr(monitor, "_draw", lambda trainer, plan: drawn.append(1))
-
-    class Trainer:
-        class strategy:
-            plan = object()
-
+@pytest.mark.parametrize(("age_s", "count"), [(100, 0), (300, 1)])
+def test_images_wait_until_the_run_can_afford_them(age_s, count, tmp_path, monkeypatch):
+    """Drawing takes seconds, and all other ranks wait for the one that draws: 1% of 100 s is less."""
+    monitor, drawn = PipelineMonitor(images_share=0.01, folder=tmp_path, progress_bar=False), []
+    monkeypatch.setattr(monitor, "_draw", lambda trainer, plan: drawn.append(plan))
     monitor._written_to = tmp_path
     monitor.samples.append(None)
-    monitor._clock.started_s -= 100
-    monitor._draw_now_and_then(Trainer)
-    assert not drawn, "1% of 100 s is less than an image takes"
-    monitor._clock.started_s -= 200
-    monitor._draw_now_and_then(Trainer)
-    assert drawn
+    monitor._clock.started_s -= age_s
+    strategy = SimpleNamespace(plan="plan", pipeline=None)
+    trainer = SimpleNamespace(strategy=strategy, loggers=[], is_global_zero=True)
+    monitor._look(trainer, None, 0.0)
+    assert drawn == ["plan"] * count
 
 
 def test_throughput_sums_over_pipelines_and_mfu_over_devices():

@@ -1,9 +1,6 @@
 from types import SimpleNamespace
 
-import pytest
-
 from lightning_diffpipe.callbacks import SaveLora
-from lightning_diffpipe.errors import ConfigurationError
 
 
 def test_the_latest_adapters_stay_also_of_a_run_that_goes_on(tmp_path):
@@ -23,5 +20,3 @@ def test_the_latest_adapters_stay_also_of_a_run_that_goes_on(tmp_path):
             kept = {path.name for path in tmp_path.iterdir()} - others
             latest = list(range(2, step + 1, 2))[-2:]
             assert kept == {f"step={n:06}" for n in latest}
-    with pytest.raises(ConfigurationError, match="keep_last must be"):
-        SaveLora(tmp_path, keep_last=0)

@@ -22,16 +22,26 @@ def unused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
 
 
-def test_a_device_gets_all_queues_it_can_have(unused):
-    """History: with eight for all communicators, a send of one could wait for a receive of another for ever."""
-    assert ask_for_queues()
-    assert os.environ[QUEUES] == "32"
-
-
-def test_what_the_user_says_counts(unused, monkeypatch):
-    monkeypatch.setenv(QUEUES, "16")
-    assert not ask_for_queues()
-    assert os.environ[QUEUES] == "16"
+@pytest.mark.parametrize(
+    ("given", "is_initialized", "queues"),
+    [
+        (
+            None,
+            False,
+            "32",
+        ),  # History: with eight, a send could wait for a receive of another for ever.
+        ("16", False, "16"),
+        (None, True, None),  # processes started later would believe it
+    ],
+)
+def test_all_queues_are_asked_for_unless_the_user_has_said_or_it_is_too_late(
+    given, is_initialized, queues, unused, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
+    if given is not None:
+        monkeypatch.setenv(QUEUES, given)
+    assert ask_for_queues() == (queues == "32")
+    assert os.environ.get(QUEUES) == queues
 
 
 def test_one_queue_is_refused(unused, monkeypatch):
@@ -39,13 +49,6 @@ def test_one_queue_is_refused(unused, monkeypatch):
     monkeypatch.setenv(QUEUES, "1")
     with pytest.raises(ConfigurationError, match=rf"{QUEUES}=1 leaves one queue .* {QUEUES}=32"):
         ask_for_queues()
-
-
-def test_nothing_is_said_to_a_device_that_does_not_listen_any_more(unused, monkeypatch):
-    """Processes started later would believe it."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert not ask_for_queues()
-    assert QUEUES not in os.environ
 
 
 @pytest.mark.parametrize(

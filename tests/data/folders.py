@@ -1,8 +1,11 @@
-"""Folders of images with captions, as users have them."""
+"""Folders and tar shards of images with captions, as users have them."""
 
+import io
 import json
+import tarfile
 
 import numpy as np
+import pytest
 from PIL import Image
 
 RATIOS = [
@@ -36,3 +39,34 @@ def write_clips(folder, lengths=(5, 9, 13), each=4):
         for frame in range(lengths[i % len(lengths)]):
             Image.new("RGB", (32, 32), (20 * frame, i, 0)).save(clip / f"{frame}.png")
         (folder / f"clip{i}.txt").write_text(f"clip {i}")
+
+
+def write_video(path, size, levels):
+    """A video of grey frames of some levels."""
+    av = pytest.importorskip("av")
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        (stream.width, stream.height), stream.pix_fmt = size, "yuv420p"
+        for level in levels:
+            pixels = np.full((*reversed(size), 3), level, dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def red_images(numbers):
+    """Files of a shard: for each number a red image, and the number as its caption."""
+    files = {}
+    for number in numbers:
+        image = io.BytesIO()
+        Image.new("RGB", (20, 20), (number, 0, 0)).save(image, "PNG")
+        files |= {f"{number}.png": image.getvalue(), f"{number}.txt": b"%d" % number}
+    return files
+
+
+def write_shard(path, files):
+    """Writes a shard of files, given by name."""
+    with tarfile.open(path, "w") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))

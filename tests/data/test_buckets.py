@@ -18,7 +18,7 @@ from lightning_diffpipe.data.buckets import Sizes
 from lightning_diffpipe.errors import ConfigurationError, DataError
 from lightning_diffpipe.training.loader import PipelineLoader, shared_out
 from tests.command import call
-from tests.data.folders import write_clips, write_ratios
+from tests.data.folders import write_clips, write_ratios, write_video
 
 
 def module_of(folder, **options):
@@ -323,15 +323,16 @@ def test_bad_folders_are_refused_before_training(tmp_path, name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"last_batch": "x"}, "last_batch='x'; choose filled, dropped or smaller"),
+        ({"last_batch": "x"}, "last_batch must be one of filled, dropped, smaller; got 'x'"),
+        ({"on_error": "ignore"}, "on_error must be one of raise, skip; got 'ignore'"),
         ({"bucket_step": 65}, "bucket_step must be a whole number >= 1 and <= 64; got 65"),
         ({"keep_tags": 1}, "keep_tags=1 keeps tags in front of others that are shuffled"),
         ({"flip": 1.5}, "flip must be a number >= 0 and <= 1"),
         ({"random_crop": 2}, "random_crop must be true or false; got 2"),
         ({"mask": "alpha", "num_frames": 2}, "mask='alpha' is for images"),
-        ({"folder": []}, "names no folder"),
+        ({"references": "others", "num_frames": 2}, "references='others' is for images"),
+        ({"condition": "edges", "num_frames": 2}, "condition='edges' is for images"),
         ({"folder": [{"folder": "a", "repeats": 0}]}, "repeats must be a whole number >= 1"),
-        ({"folder": [{"path": "a"}]}, r"expected a path, or {folder: PATH"),
         ({"folder": "nowhere"}, "folder=nowhere does not exist; name one with images"),
     ],
 )
@@ -365,15 +366,8 @@ def test_clips_of_several_lengths_have_the_most_frames_they_can(tmp_path, bucket
 
 
 def test_videos_say_their_size_without_being_decoded(tmp_path):
-    av = pytest.importorskip("av")
-    for name, (width, height), count in (("a", (64, 32), 9), ("b", (32, 64), 5)):
-        with av.open(str(tmp_path / f"{name}.mp4"), "w") as container:
-            stream = container.add_stream("mpeg4", rate=8)
-            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-            for level in range(count):
-                pixels = np.full((height, width, 3), 20 * level, dtype=np.uint8)
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-            container.mux(stream.encode())
+    for name, size, count in (("a", (64, 32), 9), ("b", (32, 64), 5)):
+        write_video(tmp_path / f"{name}.mp4", size, range(0, 20 * count, 20))
         (tmp_path / f"{name}.txt").write_text(name)
     data = module_of(tmp_path, num_frames=[1, 5, 9], resolution=32, batch_size=1)
     shapes = {tuple(batch["video"].shape[2:]) for batch in data.train_dataloader()}

@@ -11,8 +11,7 @@ from PIL import Image, ImageCms
 
 from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.data.pixels import Crop, to_pixels
-from lightning_diffpipe.errors import ConfigurationError
-from tests.data.like_webdataset import write_shard
+from tests.data.folders import write_shard
 
 SIZE = 16
 ALPHA = np.full((SIZE, SIZE), 255, np.uint8)
@@ -123,7 +122,6 @@ def test_hidden_colours_are_not_learnt(kind, background, behind, tmp_path):
     )
     videos.setup("fit")
     torch.testing.assert_close(shown(videos.train_set[0]["video"][:, 0]), expected, **near)
-    pytest.importorskip("webdataset")
     write_shard(tmp_path / "0.tar", {"0.png": content, "0.txt": b"x", "0.cond.png": content})
     shard = str(tmp_path / "0.tar")
     shards = WebDatasetDataModule(
@@ -148,12 +146,6 @@ def test_transparent_frames_of_videos_show_the_background(tmp_path):
     video = shown(data.train_set[0]["video"])
     for frame, alpha in zip(video.unbind(1), (KEY, KEY[::-1].copy()), strict=True):
         torch.testing.assert_close(frame, onto(GREEN, alpha, (0, 0, 255)), atol=1.01, rtol=0)
-
-
-@pytest.mark.parametrize("background", ["no colour", 3, None])
-def test_a_background_that_is_no_colour_is_refused(background, tmp_path):
-    with pytest.raises(ConfigurationError, match="is no colour; write a name such as 'white'"):
-        ImageFolderDataModule(tmp_path, background=background)
 
 
 def test_scaled_edges_do_not_take_hidden_colours_along():

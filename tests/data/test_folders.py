@@ -1,13 +1,13 @@
 import io
 import json
 import random
-import sys
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import webdataset as wds
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.data import has_len_all_ranks
 from PIL import ExifTags, Image
@@ -17,8 +17,7 @@ from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.data.pixels import Crop, to_pixels
 from lightning_diffpipe.errors import ConfigurationError, DataError
 from lightning_diffpipe.training.loader import PipelineLoader
-from tests.data.folders import write_folder
-from tests.data.like_webdataset import red_images, write_shard
+from tests.data.folders import red_images, write_folder, write_shard
 
 
 def test_a_folder_gives_squares_with_captions(tmp_path):
@@ -167,28 +166,6 @@ def test_photographs_stand_upright(tmp_path, form):
     assert upright(data.train_set[0]["image"])
 
 
-def test_a_missing_index_says_what_to_write(tmp_path):
-    data = ImageFolderDataModule(str(tmp_path))
-    with pytest.raises(
-        ConfigurationError, match=r"lists no image; give each a line of metadata.jsonl"
-    ):
-        data.setup("fit")
-
-
-def test_a_malformed_line_is_named(tmp_path):
-    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a"}\n{"file": "b"}')
-    (tmp_path / "a.png").write_bytes(photograph(format="PNG"))
-    data = ImageFolderDataModule(str(tmp_path))
-    with pytest.raises(DataError, match=r"line 2: expected 'file_name' and 'text'.* found '..file"):
-        data.setup("fit")
-
-
-def test_webdataset_is_asked_for_when_it_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "webdataset", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-diffpipe\[webdataset\]'"):
-        WebDatasetDataModule("x.tar", samples_per_epoch=1)
-
-
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_captions_may_hold_any_character_that_json_allows(tmp_path, end):
     """History: lines were cut at U+2028, U+2029 and U+0085 inside of captions."""
@@ -204,10 +181,9 @@ def test_captions_may_hold_any_character_that_json_allows(tmp_path, end):
     assert [entry.caption for entry in data.train_set.entries] == captions
 
 
-@pytest.fixture(params=["webdataset", "tests.data.like_webdataset"])
-def shards(request, tmp_path, monkeypatch):
+@pytest.fixture
+def shards(tmp_path):
     """Three shards of six red images each."""
-    monkeypatch.setitem(sys.modules, "webdataset", pytest.importorskip(request.param))
     for shard in range(3):
         write_shard(tmp_path / f"{shard}.tar", red_images(range(6 * shard, 6 * shard + 6)))
     return str(tmp_path / "{0..2}.tar")
@@ -267,7 +243,6 @@ def test_shards_may_have_second_images(tmp_path):
 
 def test_photographs_of_shards_stand_upright(tmp_path):
     """History: see `test_photographs_stand_upright`."""
-    pytest.importorskip("webdataset")
     forms = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
     files = {}
     for key, form in forms.items():
@@ -317,7 +292,6 @@ def test_an_epoch_of_shards_has_a_length(shards, num_workers, recwarn):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_of_ones_own_is_shared_out_over_pipelines(tmp_path, num_workers):
     """As docs/data.md has it. History: nothing said how, and errors of both packages led in a circle."""
-    wds = pytest.importorskip("webdataset")
     for shard in range(4):
         write_shard(tmp_path / f"{shard}.tar", red_images(range(6 * shard, 6 * shard + 6)))
 
@@ -407,6 +381,7 @@ LINES = {
     b'{"file_name": "empty.png", "text": "b"}': r"empty.png is empty \(0 bytes\)",
     b'{"file_name": ".", "text": "b"}': "is no file",
     b'["a.png", "a"]': "expected 'file_name' and 'text', as in",
+    b'{"file": "b"}': "expected 'file_name' and 'text', as in .* found '..file",
 }
 
 
@@ -422,16 +397,13 @@ def test_a_line_that_cannot_be_used_is_named_before_training(tmp_path, line):
 
 def test_folders_without_images_to_train_on_are_refused(tmp_path):
     """History: an empty file ended in torch's own error about `num_samples=0`."""
-    (tmp_path / "metadata.jsonl").touch()
-    with pytest.raises(
-        ConfigurationError, match=r"lists no image; give each a line of metadata.jsonl"
-    ):
-        ImageFolderDataModule(tmp_path).setup("fit")
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="lists no image; give each a line of metada"):
+            ImageFolderDataModule(tmp_path).setup("fit")
+        (tmp_path / "metadata.jsonl").touch()
     write_folder(tmp_path, 2)
     with pytest.raises(ConfigurationError, match=r"all 2 images .* are held back"):
         ImageFolderDataModule(tmp_path, validation_share=1.0).setup("fit")
-    with pytest.raises(ConfigurationError, match="on_error='ignore'; choose 'raise' or 'skip'"):
-        ImageFolderDataModule(tmp_path, on_error="ignore")
 
 
 def test_a_line_of_pixels_is_read_at_once():
@@ -483,9 +455,6 @@ def test_samples_of_shards_that_cannot_be_read_are_left_out_and_counted(shards, 
         list(data_of(whole, validation_shards=str(tmp_path / "1.tar")).val_dataloader())
 
 
-@pytest.mark.parametrize("content", [None, b""])
-def test_shards_that_are_not_there_are_named_before_training(shards, tmp_path, content):
-    if content is not None:
-        (tmp_path / "3.tar").write_bytes(content)
-    with pytest.raises(DataError, match=r"3.tar .* (does not exist|is empty)"):
+def test_shards_that_are_not_there_are_named_before_training(shards, tmp_path):
+    with pytest.raises(DataError, match=r"3.tar .* does not exist"):
         data_of(str(tmp_path / "{0..3}.tar")).train_dataloader()

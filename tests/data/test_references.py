@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from lightning_diffpipe.data import ImageFolderDataModule
-from lightning_diffpipe.errors import ConfigurationError, DataError
+from lightning_diffpipe.errors import DataError
 
 
 def write(folder, lines):
@@ -120,11 +120,6 @@ def test_references_that_are_not_there_are_named_before_training(value, message,
     (tmp_path / "metadata.jsonl").write_text(json.dumps(entry))
     with pytest.raises(DataError, match=message):
         module_of(tmp_path, resolution=32, batch_size=1)
-
-
-def test_videos_have_no_references(tmp_path):
-    with pytest.raises(ConfigurationError, match="references='references' is for images"):
-        ImageFolderDataModule(tmp_path, references="references", num_frames=5)
 
 
 def test_references_of_samples_that_are_held_back_are_drawn_to(tmp_path):

@@ -10,6 +10,7 @@ from PIL import Image
 
 from lightning_diffpipe.data import ImageFolderDataModule
 from lightning_diffpipe.errors import ConfigurationError, DataError
+from tests.data.folders import write_video
 
 LEVELS = [30, 60, 90, 120, 150, 180, 210]  # of the frames, by which they are recognised
 
@@ -28,14 +29,7 @@ def write_frames(folder):
 
 
 def write_mp4(folder):
-    av = pytest.importorskip("av")
-    with av.open(str(folder / "clip.mp4"), "w") as container:
-        stream = container.add_stream("mpeg4", rate=8)
-        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
-        for level in LEVELS:
-            pixels = np.full((16, 32, 3), level, dtype=np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
+    write_video(folder / "clip.mp4", (32, 16), LEVELS)
     listing(folder, "clip.mp4")
 
 
@@ -105,8 +99,6 @@ def test_videos_that_cannot_be_used_are_named(tmp_path):
         module_of(tmp_path, 9).train_set[0]
     with pytest.raises(DataError, match=r"line 1: .* is no file"):
         module_of(tmp_path, None)
-    with pytest.raises(ConfigurationError, match="condition='edges' is for images"):
-        ImageFolderDataModule(tmp_path, condition="edges", num_frames=2)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])

@@ -22,8 +22,7 @@ from lightning_diffpipe.data import GlyphDataModule, ImageFolderDataModule, WebD
 from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.ownership import collect, spread
-from tests.data.folders import write_folder
-from tests.data.like_webdataset import red_images, write_shard
+from tests.data.folders import red_images, write_folder, write_shard
 from tests.distributed.scenarios import (
     assert_close,
     fit_module,

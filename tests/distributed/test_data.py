@@ -2,7 +2,6 @@
 
 import itertools
 import multiprocessing
-import sys
 
 import lightning as L
 import numpy as np
@@ -12,8 +11,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_diffpipe.data import WebDatasetDataModule
-from tests.data import like_webdataset
-from tests.data.like_webdataset import red_images, write_shard
+from tests.data.folders import red_images, write_shard
 from tests.distributed.scenarios import fit_module, make, quick_strategy, quiet_trainer, weights_of
 from tests.distributed.tiny import Reds, Samples, Stream, TinyDiffusion
 from tests.ranks import RankError, run_ranks
@@ -333,7 +331,6 @@ def test_combined_loaders_can_be_used_again():
 
 
 def train_on_shards(rank, pattern, num_stages):
-    sys.modules["webdataset"] = like_webdataset
     data = WebDatasetDataModule(
         pattern, samples_per_epoch=8, resolution=8, batch_size=4, num_workers=0
     )

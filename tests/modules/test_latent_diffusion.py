@@ -267,7 +267,7 @@ def test_two_denoisers_in_a_folder_are_refused(make_model, tmp_path):
     path = tmp_path / "model_index.json"
     index = json.loads(path.read_text()) | {"unet": ["diffusers", "UNet2DConditionModel"]}
     path.write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="names a unet and a transformer"):
+    with pytest.raises(CheckpointError, match="must have a unet or a transformer, and not both"):
         open_source(tmp_path, False, torch.device("cpu"), torch.float32)
 
 

@@ -2,9 +2,10 @@
 
 import cProfile
 import functools
-import gc
 import pstats
 import random
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from itertools import chain, combinations, islice, pairwise, product, starmap
@@ -638,8 +639,16 @@ def test_nothing_is_filled_where_there_is_no_bubble():
     assert (plan.num_stages, plan.options.filling) == (1, "none")
 
 
-def num_calls(num_layers, num_ranks, batch, memory=0.3, **options):
-    """How many functions a search calls: the same on a busy machine, where seconds are not."""
+def num_calls(*arguments, **options):
+    """How many functions a search calls: the same on a busy machine, where seconds are not.
+
+    In a process of its own: what other tests leave behind in one adds hundreds of thousands.
+    """
+    code = f"from tests.planning import test_search as t; print(t.calls_here(*{arguments}, **{options}))"
+    return int(subprocess.run([sys.executable, "-c", code], check=True, stdout=-1).stdout)
+
+
+def calls_here(num_layers, num_ranks, batch, memory=0.3, **options):
     rng = random.Random(1)
     profile = random_profile(rng, num_layers, frozen=True)
     model = CostModel(profile, Cluster(num_ranks))
@@ -648,12 +657,8 @@ def num_calls(num_layers, num_ranks, batch, memory=0.3, **options):
     link = Link(300, 0.05)
     cluster = Cluster(num_ranks, 8, int(memory * need), link, link)
     options = PlanOptions(batch, **{"shard_optimizer": False} | options)
-    gc.disable()  # hypothesis has a function called at each collection
-    try:
-        with cProfile.Profile() as calls:
-            find_plan(profile, cluster, options)
-    finally:
-        gc.enable()
+    with cProfile.Profile() as calls:
+        find_plan(profile, cluster, options)
     return pstats.Stats(calls).total_calls
 
 

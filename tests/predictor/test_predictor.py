@@ -314,16 +314,6 @@ def test_stable_diffusion_3_draws_without_its_largest_text_encoder(
     assert (as_array(found) == as_array(expected)).all()
 
 
-@pytest.mark.parametrize(
-    ("file", "text"), [("adapter_config.json", "{}"), ("pytorch_lora_weights.safetensors", "")]
-)
-def test_an_adapter_without_its_model_is_named(file, text, tmp_path):
-    (tmp_path / file).write_text(text)
-    for path in (tmp_path, tmp_path / file):
-        with pytest.raises(ConfigurationError, match=r"is a LoRA .* pipeline.fuse_lora\(\)"):
-            Predictor.from_pretrained(path)
-
-
 def with_half(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
