@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_diffpipe.graph.rng import derived_seed
 from lightning_diffpipe.graph.step import ModuleSplit
 from lightning_diffpipe.runtime.batch_layout import microbatch_sizes, num_samples, split
 from tests.distributed.tiny import Data, TinyDiffusion
+from tests.ranks import run_ranks
 
 SEED = 11
 
@@ -100,10 +102,48 @@ def weights_of(module: L.LightningModule) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def build(settings: Settings) -> L.LightningModule:
+def make(module_class: type = TinyDiffusion, **options: Any) -> L.LightningModule:
     """The module in double precision, with weights that depend on nothing else."""
     torch.manual_seed(3)
-    return settings.module_class(**settings.module).double()
+    return module_class(**options).double()
+
+
+def build(settings: Settings) -> L.LightningModule:
+    """The module of a run."""
+    return make(settings.module_class, **settings.module)
+
+
+def fit_module(
+    module: Any = TinyDiffusion,
+    world_size: int = 1,
+    data: Any = Data,
+    strategy: Any = (),
+    ckpt_path: Any = None,
+    val_dataloaders: Any = None,
+    **trainer_options: Any,
+) -> L.Trainer:
+    """Trains; called on every rank.
+
+    Args:
+        module: A module, or the class of one that is made.
+        world_size: As many stages there are; if 0, Lightning's own strategy trains in this process.
+        data: A data module or its class, or a loader; none where the module has loaders.
+        strategy: Its arguments, where they are not one stage for each rank and two microbatches.
+        ckpt_path: What training goes on from.
+        val_dataloaders: What is validated on beside a loader.
+        **trainer_options: Of the trainer.
+
+    Returns:
+        The trainer.
+    """
+    if world_size:
+        defaults = {"num_stages": world_size, "num_microbatches": 2}
+        trainer_options["strategy"] = quick_strategy(**{**defaults, **dict(strategy)})
+    trainer = quiet_trainer(devices=max(world_size, 1), **trainer_options)
+    module = make(module) if isinstance(module, type) else module
+    data = data() if isinstance(data, type) else data
+    trainer.fit(module, data, val_dataloaders, ckpt_path=ckpt_path)
+    return trainer
 
 
 def fit(rank: int, settings: Settings, world_size: int) -> Outcome:
@@ -116,6 +156,14 @@ def fit(rank: int, settings: Settings, world_size: int) -> Outcome:
     trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
     trainer.fit(module, datamodule=settings.data_class(**settings.data))
     return outcome(trainer, module, recorder, initial)
+
+
+def on_ranks(world_size: int, **settings: Any) -> list[Outcome]:
+    """What training leaves on each rank: of one stage on each and two microbatches, unless told otherwise."""
+    wanted = Settings(**settings)
+    defaults = {"num_stages": world_size, "num_microbatches": 2}
+    wanted.strategy = {**defaults, **wanted.strategy}
+    return run_ranks(fit, world_size, wanted, world_size)
 
 
 def outcome(trainer, module, recorder, initial) -> Outcome:
@@ -155,6 +203,36 @@ def reference(settings: Settings, num_microbatches: int, num_pipelines: int = 1)
     data = settings.data_class(**{**settings.data, "batch_size": batch_size})
     trainer.fit(module, datamodule=data)
     return outcome(trainer, module, recorder, initial)
+
+
+def check_parity(
+    world_size: int,
+    num_microbatches: int = 2,
+    num_pipelines: int = 1,
+    tolerance: float = 1e-10,
+    run: Callable[..., Outcome] = fit,
+    **settings: Any,
+) -> tuple[list[Outcome], Outcome]:
+    """Trains three steps on ranks, and compares with the oracle.
+
+    Args:
+        world_size: The number of ranks.
+        num_microbatches: Of each batch of a pipeline.
+        num_pipelines: As many as the strategy places side by side.
+        tolerance: The largest error, relative to the largest value of a tensor.
+        run: What each rank runs.
+        **settings: Fields of `Settings`.
+
+    Returns:
+        What the run left on each rank, and what the oracle left.
+    """
+    wanted = Settings(**settings)
+    wanted.trainer = {"max_steps": 3, "max_epochs": -1, **wanted.trainer}
+    expected = reference(wanted, num_microbatches, num_pipelines)
+    wanted.strategy = {"num_microbatches": num_microbatches, **wanted.strategy}
+    outcomes = run_ranks(run, world_size, wanted, world_size)
+    assert_equal_runs(outcomes, expected, tolerance)
+    return outcomes, expected
 
 
 def shares(batch: Any, num_pipelines: int) -> list[Any]:

@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
-from tests.distributed.scenarios import quick_strategy, quiet_trainer
+from tests.distributed.scenarios import fit_module
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_in_turn, run_ranks
 from tests.rows import row
@@ -45,14 +45,10 @@ def train(
     images = torch.randn(2, 4, 3, 32, 32, generator=generator, dtype=torch.float64)
     batches = [{"image": each, "caption": ["a", "cat", "b 1", "x"]} for each in images]
     own = [EMAWeightAveraging(decay=0.5)] if averages else []
-    trainer = quiet_trainer(
-        devices=world_size,
-        strategy=quick_strategy(num_stages=world_size, num_microbatches=2),
-        max_epochs=epochs,
-        enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1), *own],
-    )
-    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=resumed)
+    fit_module(
+        module, world_size, DataLoader(batches, batch_size=None), ckpt_path=resumed, max_epochs=epochs,
+        enable_checkpointing=True, callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1), *own],
+    )  # fmt: skip
     return {n: p.detach() for n, p in module.named_parameters() if ".lora_" in n}
 
 

@@ -1,16 +1,13 @@
 """What crosses a stage boundary may be anything a module returns."""
 
-from dataclasses import replace
-
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
+from tests.distributed.scenarios import check_parity, fit
 from tests.distributed.tiny import WIDTH, TinyDiffusion
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -78,29 +75,23 @@ class Messages(L.Callback):
                 ]
 
 
-def fit_noting_messages(rank, settings):
+def fit_noting_messages(rank, settings, world_size):
     messages = Messages()
-    trainer = {**settings.trainer, "callbacks": [messages]}
-    return fit(rank, replace(settings, trainer=trainer), 3), messages.specs
+    settings.trainer["callbacks"] = [messages]
+    outcome = fit(rank, settings, world_size)
+    outcome.messages = messages.specs
+    return outcome
 
 
 def test_many_tensors_of_many_types():
-    settings = Settings(
-        module_class=Mixed,
-        strategy={"num_stages": 3, "num_microbatches": 3},
-        trainer={"max_steps": 5, "max_epochs": -1},
+    (outcome, *_), _ = check_parity(
+        3, 3, tolerance=1e-6, run=fit_noting_messages, module_class=Mixed, strategy={"num_stages": 3},
         data={"batch_size": 7, "size": 35},
-    )
-    results = run_ranks(fit_noting_messages, 3, settings)
-    assert_equal_runs([got for got, _ in results], reference(settings, 3), tolerance=1e-6)
+    )  # fmt: skip
     for stage in (1, 2):
-        specs = results[0][1][stage]
-        assert {dtype for dtype, _, _ in specs} == {
-            "torch.float64",
-            "torch.float32",
-            "torch.int64",
-            "torch.bool",
-        }
+        specs = outcome.messages[stage]
+        types = {dtype.removeprefix("torch.") for dtype, _, _ in specs}
+        assert types == {"float64", "float32", "int64", "bool"}
         assert (60, 1, 15, 3) in [stride for _, _, stride in specs], "channels last"
         floating = [grad for dtype, grad, _ in specs if dtype == "torch.float64"]
         assert True in floating
@@ -127,12 +118,9 @@ class Packed(TinyDiffusion):
         return super().denoise(padded + state[-1][:, None], t, text)
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_packed_sequences(num_stages):
+@pytest.mark.parametrize(
+    "strategy", [{"num_stages": 2}, {"num_stages": 4, "schedule": "interleaved"}]
+)
+def test_packed_sequences(strategy):
     """History: their sizes are read past the dispatcher, so that the next stage got none and could not unpack."""
-    settings = Settings(module_class=Packed, trainer={"max_steps": 3, "max_epochs": -1})
-    expected = reference(settings, 2)
-    settings.strategy = {"num_stages": num_stages, "num_microbatches": 2}
-    if num_stages == 4:
-        settings.strategy["schedule"] = "interleaved"
-    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected)
+    check_parity(2, module_class=Packed, strategy=strategy)

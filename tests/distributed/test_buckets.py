@@ -18,11 +18,11 @@ from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
     build,
+    check_parity,
     fit,
+    fit_module,
+    make,
     outcome,
-    quick_strategy,
-    quiet_trainer,
-    reference,
     weights_of,
 )
 from tests.distributed.tiny import TinyPipeline
@@ -57,17 +57,10 @@ def test_buckets_teach_what_they_do_in_one_process(name, kind, tmp_path):
     else:
         write_clips(tmp_path, (5, 9), each=2)
         options |= {"num_frames": [5, 9]}
-    settings = Settings(
-        module={"name": name},
-        module_class=TinyPipeline,
-        data_class=InOrder,
-        data=options,
-        trainer={"max_epochs": 1},
-    )
-    expected = reference(settings, 2)
-    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
-    outcomes = run_ranks(fit, 2, settings, 2)
-    assert_equal_runs(outcomes, expected, 1e-6)
+    check_parity(
+        2, tolerance=1e-6, module={"name": name}, module_class=TinyPipeline, data_class=InOrder, data=options,
+        trainer={"max_epochs": 1, "max_steps": -1}, strategy={"num_stages": 2},
+    )  # fmt: skip
 
 
 class Alternating(TinyPipeline):
@@ -89,8 +82,8 @@ def test_pipelines_side_by_side_train_on_batches_of_unequal_sizes(tmp_path):
     )  # fmt: skip
     module, recorder, sizes = build(settings), Recorder(), []
     module.on_train_batch_start = lambda batch, number: sizes.append(batch["image"].shape)
-    initial, trainer = weights_of(module), quiet_trainer(**settings.trainer, callbacks=[recorder])
-    trainer.fit(module, datamodule=InOrder(**options))
+    initial = weights_of(module)
+    trainer = fit_module(module, 0, InOrder(**options), callbacks=[recorder], **settings.trainer)
     expected = outcome(trainer, module, recorder, initial)
     pairs = list(zip(expected.losses[::2], expected.losses[1::2], strict=True))
     expected.losses = [sum(pair) for pair in pairs]  # Lightning has halved them
@@ -112,24 +105,16 @@ class Noted(TinyPipeline):
 
 def interrupted(rank, world_size, data, path):
     """Trains two epochs; then again from the middle of the second one."""
-    found = []
+    runs = []
     for resumed in (None, path):
-        module = build(Settings(module={"name": "flux"}, module_class=Noted))
+        module, recorder = make(Noted, name="flux"), Recorder()
         saves = ModelCheckpoint(path.parent, path.stem, every_n_train_steps=7, save_top_k=-1)
-        trainer = quiet_trainer(
-            devices=world_size,
-            strategy=quick_strategy(num_stages=world_size, num_microbatches=2),
-            max_epochs=2,
-            enable_checkpointing=True,
-            callbacks=[] if resumed else [saves],
-        )
-        losses = []
-        module.on_train_batch_end = lambda outputs, *_, losses=losses: losses.append(
-            outputs["loss"].item()
-        )
-        trainer.fit(module, ImageFolderDataModule(**data), ckpt_path=resumed)
-        found.append((module.seen, losses, weights_of(module)))
-    return found
+        fit_module(
+            module, world_size, ImageFolderDataModule(**data), ckpt_path=resumed, max_epochs=2,
+            enable_checkpointing=True, callbacks=[recorder] if resumed else [recorder, saves],
+        )  # fmt: skip
+        runs.append((module.seen, recorder.losses, weights_of(module)))
+    return runs
 
 
 def test_buckets_go_on_in_the_middle_of_an_epoch(tmp_path):

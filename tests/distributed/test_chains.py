@@ -2,40 +2,29 @@
 
 import random
 
-import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from lightning_diffpipe.callbacks.sample_images import SampleImages
-from lightning_diffpipe.data.captioned import collate
 from lightning_diffpipe.modules import CascadedDiffusion, Optimization
-from tests.distributed.scenarios import (
-    Settings,
-    assert_equal_runs,
-    assert_weights_are_shared_out,
-    fit,
-    reference,
-)
-from tests.distributed.tiny import Cascade, TinyDiffusion
+from tests.distributed.scenarios import assert_weights_are_shared_out, check_parity, on_ranks
+from tests.distributed.tiny import Cascade, Images, TinyDiffusion
 from tests.modules.tiny_parts import tiny_cascade
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError
 from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
 
-def check(num_ranks, num_microbatches=3, num_pipelines=1, **settings):
-    settings = Settings(**{"module_class": Cascade, **settings})
-    settings.trainer = {"max_steps": 3, "max_epochs": -1, **settings.trainer}
-    expected = reference(settings, num_microbatches, num_pipelines)
-    strategy = {"num_microbatches": num_microbatches, "data_parallel": num_pipelines}
-    settings.strategy = {**strategy, "schedule": "bidirectional", **settings.strategy}
-    outcomes = run_ranks(fit, num_ranks, settings, num_ranks)
-    assert_equal_runs(outcomes, expected)
+def check(num_ranks, num_microbatches=3, num_pipelines=1, strategy=(), **settings):
+    settings = {"module_class": Cascade, **settings}
+    options = {"data_parallel": num_pipelines, "schedule": "bidirectional", **dict(strategy)}
+    outcomes, expected = check_parity(
+        num_ranks, num_microbatches, num_pipelines, strategy=options, **settings
+    )
     for outcome in outcomes:
         assert outcome.metrics.keys() == expected.metrics.keys()
-        if num_pipelines == 1 and settings.module_class is Cascade and not settings.module:
+        if num_pipelines == 1 and settings["module_class"] is Cascade and "module" not in settings:
             mean = (outcome.metrics["train/base"] + 0.5 * outcome.metrics["train/upscaler"]) / 1.5
             assert mean == pytest.approx(outcome.losses[-1], rel=1e-12), "logged with real values"
     return outcomes
@@ -106,12 +95,11 @@ def test_a_base_that_is_frozen_is_frozen_work():
 
 
 def test_backbones_that_share_weights_are_refused_by_name_on_all_ranks():
-    settings = Settings(module_class=Cascade, module={"form": "tied"})
-    settings.strategy = {"schedule": "bidirectional"}
+    strategy = {"schedule": "bidirectional", "num_stages": "auto"}
     with pytest.raises(
         RankError, match=r"base\.entry\.weight is read by base\.entry and by upsc"
     ) as caught:
-        run_ranks(fit, 2, settings, 2)
+        on_ranks(2, module_class=Cascade, module={"form": "tied"}, strategy=strategy)
     assert str(caught.value).count("ConfigurationError: schedule=bidirectional runs backbones") == 2
 
 
@@ -149,18 +137,10 @@ def test_two_models_side_by_side_in_a_module_of_a_users_own():
     assert plan.stages[2].backbone == "second"
 
 
-class Images(L.LightningDataModule):
-    """Made-up images with captions, in order."""
+class Small(Images):
+    """Made-up images of 8 x 8 pixels."""
 
-    def __init__(self, batch_size=6):
-        super().__init__()
-        self.batch_size = batch_size
-
-    def train_dataloader(self):
-        generator = torch.Generator().manual_seed(1)
-        images = torch.rand(18, 3, 8, 8, generator=generator, dtype=torch.float64) * 2 - 1
-        samples = [{"image": image, "caption": f"glyph {i}"} for i, image in enumerate(images)]
-        return DataLoader(samples, batch_size=self.batch_size, collate_fn=collate)
+    resolution = 8
 
 
 class ReadyMade(CascadedDiffusion):
@@ -173,16 +153,13 @@ class ReadyMade(CascadedDiffusion):
 
 def test_the_ready_made_cascade_learns_and_draws_what_it_does_in_one_process(tmp_path):
     """The module computes noise and losses in single precision, so that rounding may differ once in a while."""
-    settings = Settings(module_class=ReadyMade, data_class=Images)
-    settings.trainer = {"max_steps": 3, "max_epochs": -1, "default_root_dir": tmp_path}
     prompts = SampleImages(["digit four"], every_n_steps=3, num_inference_steps=2)
-    settings.trainer["callbacks"] = [prompts]
-    expected = reference(settings, 2)
-    settings.strategy = {"num_microbatches": 2, "schedule": "bidirectional"}
-    outcomes = run_ranks(fit, 2, settings, 2)
-    assert_equal_runs(outcomes, expected, 1e-6)
-    assert {stage.backbone for stage in outcomes[0].plan.stages} == {"unet", "upscaler"}
-    assert outcomes[0].metrics["train/base_loss"] == pytest.approx(
-        outcomes[0].losses[-1] - outcomes[0].metrics["train/upscaler_loss"]
+    [outcome, _], _ = check_parity(
+        2, tolerance=1e-6, module_class=ReadyMade, data_class=Small, strategy={"schedule": "bidirectional"},
+        trainer={"default_root_dir": tmp_path, "callbacks": [prompts]},
+    )  # fmt: skip
+    assert {stage.backbone for stage in outcome.plan.stages} == {"unet", "upscaler"}
+    assert outcome.metrics["train/base_loss"] == pytest.approx(
+        outcome.losses[-1] - outcome.metrics["train/upscaler_loss"]
     )
     assert (tmp_path / "samples" / "step_000003.png").is_file()

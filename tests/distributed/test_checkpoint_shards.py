@@ -32,15 +32,7 @@ from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.training import checkpointing
-from tests.distributed.scenarios import (
-    Settings,
-    assert_close,
-    build,
-    quick_strategy,
-    quiet_trainer,
-    weights_of,
-)
-from tests.distributed.tiny import Data
+from tests.distributed.scenarios import assert_close, fit_module, make, weights_of
 from tests.modules.tiny_parts import save_with_averages
 from tests.ranks import RankError, run_ranks
 from tests.rows import row
@@ -54,17 +46,15 @@ TWO, ONE = {"num_stages": 2, "num_replicas": 1}, {"num_stages": 1, "num_replicas
 
 def train(rank, world_size, strategy, folder=None, load=None, kind="sharded", epochs=2):
     """Saves after each epoch; the last one and its copy stay."""
-    module, save = build(Settings()), []
+    module, save = make(), []
     if folder:
         save = [
             ModelCheckpoint(folder, "{epoch}", save_last=True, monitor="epoch_seen", mode="max")
         ]
-    strategy = quick_strategy(num_microbatches=2, state_dict_type=kind, **strategy)
-    trainer = quiet_trainer(
-        devices=world_size, strategy=strategy, max_epochs=epochs, enable_checkpointing=bool(folder),
-        callbacks=[EMA(), Counted(), *save], gradient_clip_val=0.5,
+    fit_module(
+        module, world_size, strategy={**strategy, "state_dict_type": kind}, ckpt_path=load, max_epochs=epochs,
+        enable_checkpointing=bool(folder), callbacks=[EMA(), Counted(), *save], gradient_clip_val=0.5,
     )  # fmt: skip
-    trainer.fit(module, datamodule=Data(), ckpt_path=load)
     return weights_of(module)
 
 
@@ -171,16 +161,15 @@ def save_beside(rank, folder, kept, stops=False):
     save = ModelCheckpoint(folder, "{epoch}", save_last="link", monitor="epoch_seen", mode="max")
     writes = dcp.FileSystemWriter.write_data
     write_data = lambda writer, *arguments: beside.write_data(writes, writer, *arguments)
-    trainer = quiet_trainer(
-        devices=2, max_epochs=2, gradient_clip_val=0.5, enable_checkpointing=True,
-        strategy=quick_strategy(num_microbatches=2, state_dict_type="sharded_async", **TWO),
-        callbacks=[EMA(), Counted(), beside, save],
-    )  # fmt: skip
     expected = pytest.raises(SIGTERMException) if stops else contextlib.nullcontext()
+    module = make()
     with mock.patch.object(dcp.FileSystemWriter, "write_data", write_data), expected:
-        trainer.fit(build(Settings()), datamodule=Data())
+        fit_module(
+            module, 2, strategy={"state_dict_type": "sharded_async"}, max_epochs=2, gradient_clip_val=0.5,
+            enable_checkpointing=True, callbacks=[EMA(), Counted(), beside, save],
+        )  # fmt: skip
     assert beside.count == (1 if stops else 2)
-    assert f"epoch={beside.count - 1}.ckpt" in trainer.strategy.last_saved
+    assert f"epoch={beside.count - 1}.ckpt" in module.trainer.strategy.last_saved
 
 
 def test_what_is_written_beside_training_is_of_its_step_and_replaces_what_was_there_when_whole(

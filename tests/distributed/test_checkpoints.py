@@ -24,36 +24,18 @@ from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.ownership import collect, spread
 from tests.data.folders import red_images, write_folder, write_shard
 from tests.distributed.scenarios import (
-    Settings,
     assert_close,
-    build,
+    fit_module,
+    make,
     quick_strategy,
     quiet_trainer,
     weights_of,
 )
-from tests.distributed.tiny import Data, TinyDiffusion
+from tests.distributed.tiny import Data, Reds, TinyDiffusion
 from tests.ranks import RankError, run_in_turn, run_ranks
 from tests.rows import row
 
 pytestmark = pytest.mark.distributed
-
-
-def strategy_for(world_size):
-    if not world_size:
-        return "auto"
-    return quick_strategy(num_stages=world_size, num_microbatches=2)
-
-
-def train(rank, world_size, epochs, save=None, load=None):
-    """Trains on `world_size` ranks, or with Lightning's own strategy for 0."""
-    module = build(Settings())
-    trainer = quiet_trainer(
-        devices=world_size or 1, strategy=strategy_for(world_size), max_epochs=epochs
-    )
-    trainer.fit(module, datamodule=Data(), ckpt_path=load)
-    if save:
-        trainer.save_checkpoint(save)
-    return weights_of(module)
 
 
 class SaveAtEnd(L.Callback):
@@ -66,22 +48,19 @@ class SaveAtEnd(L.Callback):
         trainer.save_checkpoint(self.path)
 
 
-def save_from(rank, world_size, path, epochs=1):
-    module = build(Settings())
-    trainer = quiet_trainer(
-        devices=world_size or 1,
-        strategy=strategy_for(world_size),
-        max_epochs=epochs,
-        callbacks=[SaveAtEnd(path)],
+def train(rank, world_size, epochs, save=None, load=None):
+    """Trains on `world_size` ranks, or with Lightning's own strategy for 0; returns the weights."""
+    callbacks = [SaveAtEnd(save)] if save else []
+    trainer = fit_module(
+        world_size=world_size, ckpt_path=load, max_epochs=epochs, callbacks=callbacks
     )
-    trainer.fit(module, datamodule=Data())
-    return weights_of(module)
+    return weights_of(trainer.lightning_module)
 
 
 def test_a_checkpoint_of_two_ranks_looks_like_one_of_one(tmp_path):
     piped, plain = tmp_path / "piped.ckpt", tmp_path / "plain.ckpt"
-    weights, _ = run_ranks(save_from, 2, 2, piped)
-    run_ranks(save_from, 1, 0, plain)
+    weights, _ = run_ranks(train, 2, 2, 1, piped)
+    run_ranks(train, 1, 0, 1, plain)
     got = torch.load(piped, weights_only=True)
     wanted = torch.load(plain, weights_only=True)
     assert got.keys() == wanted.keys()
@@ -98,9 +77,8 @@ def test_a_checkpoint_of_two_ranks_looks_like_one_of_one(tmp_path):
 
 def save_twice(rank, folder):
     """Saves at the end of training and after it, and trains an epoch more with the same trainer."""
-    module, at_end = build(Settings()), SaveAtEnd(folder / "within.ckpt")
-    trainer = quiet_trainer(devices=2, strategy=strategy_for(2), callbacks=[EMA(), at_end])
-    trainer.fit(module, datamodule=Data())
+    module, at_end = make(), SaveAtEnd(folder / "within.ckpt")
+    trainer = fit_module(module, 2, callbacks=[EMA(), at_end])
     trainer.save_checkpoint(folder / "after.ckpt")
     trainer.validate(module, datamodule=Data(), verbose=False)
     trainer.save_checkpoint(folder / "later.ckpt")
@@ -135,9 +113,8 @@ class SavesLess(TinyDiffusion):
 
 
 def save_less(rank, path):
-    module = build(Settings(module_class=SavesLess))
-    trainer = quiet_trainer(devices=2, strategy=strategy_for(2), callbacks=[SaveAtEnd(path)])
-    trainer.fit(module, datamodule=Data())
+    module = make(SavesLess)
+    fit_module(module, 2, callbacks=[SaveAtEnd(path)])
     return weights_of(module), dict(module.named_parameters())
 
 
@@ -155,35 +132,35 @@ def test_a_module_may_say_itself_what_is_saved(tmp_path):
 
 class Fails(L.Callback):
     def on_train_batch_end(self, trainer, module, *args):
+        self.trainer = trainer
         raise ZeroDivisionError
 
 
 def save_after_a_failure(rank, path):
-    trainer = quiet_trainer(devices=2, strategy=strategy_for(2), callbacks=[Fails()])
+    callback = Fails()
     with pytest.raises(ZeroDivisionError):
-        trainer.fit(build(Settings()), datamodule=Data())
+        fit_module(world_size=2, callbacks=[callback])
+    trainer = callback.trainer
     with pytest.raises(CheckpointError, match="on other ranks when training failed"):
         trainer.save_checkpoint(path)
     with pytest.raises(CheckpointError, match="a run has failed, so rank 0 cannot collect them"):
         trainer.strategy.optimizer_state(trainer.optimizers[0])
-    return True
 
 
 def test_nothing_is_saved_after_a_failure(tmp_path):
     """History: weights of the other ranks were saved as NaN."""
-    assert all(run_ranks(save_after_a_failure, 2, tmp_path / "a.ckpt"))
+    run_ranks(save_after_a_failure, 2, tmp_path / "a.ckpt")
 
 
 def load_missing(rank, path):
     with pytest.raises(CheckpointError, match=r"there is no checkpoint .*none\.ckpt") as raised:
-        load_broken(rank, path)
+        train(rank, 1, 1, load=path)
     assert isinstance(raised.value, FileNotFoundError), "plain Lightning's is one"
-    return True
 
 
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
     """History: Lightning's own error said nothing but the path, with a traceback."""
-    assert all(run_ranks(load_missing, 1, tmp_path / "none.ckpt"))
+    run_ranks(load_missing, 1, tmp_path / "none.ckpt")
 
 
 @functools.cache
@@ -197,7 +174,7 @@ def checkpoint_of(world_size):
     """The bytes of a checkpoint after one epoch on as many ranks."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "half.ckpt"
-        run_ranks(save_from, world_size, world_size, path)
+        run_ranks(train, world_size, world_size, 1, path)
         return path.read_bytes()
 
 
@@ -215,7 +192,7 @@ def test_training_goes_on_from_a_checkpoint_on_other_ranks(tmp_path, before, aft
 def test_checkpoints_travel_between_strategies(tmp_path, before, after):
     """Plain Lightning draws other noise, so only what was loaded is compared; training goes on, so states fit."""
     path = tmp_path / "other.ckpt"
-    saved = run_ranks(save_from, max(before, 1), before, path)[0]
+    saved = run_ranks(train, max(before, 1), before, 1, path)[0]
     loaded, _ = run_in_turn(train, max(after, 1), (after, 1, None, path), (after, 2, None, path))
     for weights in loaded:
         for name, value in saved.items():
@@ -223,17 +200,11 @@ def test_checkpoints_travel_between_strategies(tmp_path, before, after):
 
 
 def watch(rank, world_size, folder):
-    module = build(Settings())
     checkpoint = ModelCheckpoint(folder, monitor="val/loss", save_top_k=2, filename="{epoch}")
     stopping = EarlyStopping("train/loss", patience=1, min_delta=1e9)
-    trainer = quiet_trainer(
-        devices=world_size,
-        strategy=strategy_for(world_size),
-        max_epochs=10,
-        enable_checkpointing=True,
-        callbacks=[checkpoint, stopping],
-    )
-    trainer.fit(module, datamodule=Data())
+    trainer = fit_module(
+        world_size=world_size, max_epochs=10, enable_checkpointing=True, callbacks=[checkpoint, stopping],
+    )  # fmt: skip
     return trainer.current_epoch, checkpoint.best_model_path, float(checkpoint.best_model_score)
 
 
@@ -245,17 +216,11 @@ def test_callbacks_that_decide_by_metrics_decide_alike_on_all_ranks(tmp_path):
     assert len(list(tmp_path.glob("*.ckpt"))) == 2
 
 
-def load_broken(rank, path):
-    devices = torch.distributed.get_world_size()
-    trainer = quiet_trainer(devices=devices, strategy=strategy_for(devices))
-    trainer.fit(build(Settings()), datamodule=Data(), ckpt_path=path)
-
-
 def test_a_checkpoint_cut_short_is_named(tmp_path):
     whole, broken = checkpoint_of(2), tmp_path / "broken.ckpt"
     broken.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(RankError, match=r"cannot read the checkpoint .*broken\.ckpt"):
-        run_ranks(load_broken, 2, broken)
+        run_ranks(train, 2, 2, 1, None, broken)
 
 
 def test_a_checkpoint_of_another_module_is_refused(tmp_path):
@@ -265,7 +230,7 @@ def test_a_checkpoint_of_another_module_is_refused(tmp_path):
     checkpoint["state_dict"]["extra"] = checkpoint["state_dict"].pop("head.bias")
     torch.save(checkpoint, path)
     with pytest.raises(RankError, match=r"1 names missing \['head.bias'\], 1 unknown \['extra'\]"):
-        run_ranks(load_broken, 2, path)
+        run_ranks(train, 2, 2, 1, None, path)
 
 
 class Remembering(TinyDiffusion):
@@ -288,29 +253,24 @@ class Remembering(TinyDiffusion):
 
 def save_and_load_unsafe(rank, path):
     """Trains in double precision, and reads what was saved into a module in single precision."""
-    options = {"devices": 2, "precision": "64-true"}
     torch.manual_seed(3)
-    module = Remembering(path.parent)
-    trainer = quiet_trainer(strategy=strategy_for(2), callbacks=[SaveAtEnd(path)], **options)
-    trainer.fit(module, datamodule=Data())
-    saved = dict(module.named_parameters())
-    resumed = Remembering(path.parent)
+    module, resumed, evaluated = (Remembering(path.parent) for _ in range(3))
+    options = {"precision": "64-true"}
+    fit_module(module, 2, callbacks=[SaveAtEnd(path)], **options)
     with pytest.raises(CheckpointError, match="pass weights_only=False"):
-        quiet_trainer(strategy=strategy_for(2), **options).fit(
-            resumed, datamodule=Data(), ckpt_path=path
-        )
-    trainer = quiet_trainer(strategy=strategy_for(2), **options)
+        fit_module(resumed, 2, ckpt_path=path, **options)
+    strategy = {"num_stages": 2, "num_microbatches": 2}
+    trainer = quiet_trainer(devices=2, strategy=quick_strategy(**strategy), **options)
     trainer.fit(resumed, datamodule=Data(), ckpt_path=path, weights_only=False)
     assert trainer.global_step == 4, "the only epoch was over, so nothing but loading happens"
-    evaluated = Remembering(path.parent)
-    quiet_trainer(strategy=strategy_for(2), **options).validate(
+    quiet_trainer(devices=2, strategy=quick_strategy(**strategy), **options).validate(
         evaluated, datamodule=Data(), ckpt_path=path, weights_only=False, verbose=False
     )
-    for found in (resumed, evaluated):
-        assert found.seen == 4
-        for name, parameter in found.named_parameters():
+    saved = dict(module.named_parameters())
+    for loaded in (resumed, evaluated):
+        assert loaded.seen == 4
+        for name, parameter in loaded.named_parameters():
             assert torch.equal(parameter, saved[name]), name
-    return True
 
 
 class Configured(TinyDiffusion):
@@ -323,13 +283,9 @@ class Configured(TinyDiffusion):
 
 def save_and_load_configured(rank, path):
     config = OmegaConf.create({"width": 4, "rates": [0.1, {"of": "unet"}], "same": "${width}"})
-    options = {"devices": 1, "precision": "64-true"}
-    quiet_trainer(strategy=strategy_for(1), callbacks=[SaveAtEnd(path)], **options).fit(
-        Configured(config), datamodule=Data()
-    )
-    trainer = quiet_trainer(strategy=strategy_for(1), **options)
-    trainer.fit(Configured(config), datamodule=Data(), ckpt_path=path)
-    return trainer.global_step
+    options = {"precision": "64-true"}
+    fit_module(Configured(config), callbacks=[SaveAtEnd(path)], **options)
+    return fit_module(Configured(config), ckpt_path=path, **options).global_step
 
 
 def test_a_checkpoint_with_a_hydra_config_is_read(tmp_path):
@@ -339,7 +295,7 @@ def test_a_checkpoint_with_a_hydra_config_is_read(tmp_path):
 
 def test_a_checkpoint_that_is_trusted_is_read_exactly(tmp_path):
     """History: `weights_only=False` was not passed on, so such checkpoints could not be read at all."""
-    assert all(run_ranks(save_and_load_unsafe, 2, tmp_path / "unsafe.ckpt"))
+    run_ranks(save_and_load_unsafe, 2, tmp_path / "unsafe.ckpt")
 
 
 def collect_from_a_late_owner(rank, lateness_s, dies):
@@ -464,15 +420,10 @@ class FewerTrained(TinyDiffusion):
 
 def fit_with_fewer_parameters(rank, world_size, folder):
     """Trains one parameter less, and then goes on with all."""
-    path, strategy = folder / "fewer.ckpt", {"num_stages": world_size, "num_microbatches": 2}
-    for epochs, load, module_class in [(1, None, FewerTrained), (2, path, TinyDiffusion)]:
-        trainer = quiet_trainer(
-            devices=world_size, strategy=quick_strategy(**strategy), max_epochs=epochs,
-            callbacks=[SaveAtEnd(path)],
-        )  # fmt: skip
-        with pytest.raises(CheckpointError) if load else contextlib.nullcontext() as raised:
-            module = build(Settings(module_class=module_class))
-            trainer.fit(module, datamodule=Data(), ckpt_path=load)
+    path = folder / "fewer.ckpt"
+    fit_module(FewerTrained, world_size, callbacks=[SaveAtEnd(path)])
+    with pytest.raises(CheckpointError) as raised:
+        train(rank, world_size, 2, load=path)
     return str(raised.value)
 
 
@@ -488,21 +439,16 @@ def test_optimizers_of_other_parameters_are_counted(tmp_path, world_size):
 
 def fit_with_other_optimizers(rank, world_size, folder):
     """Trains without optimizers, goes on, and then goes on with one."""
-    path, strategy = folder / "without.ckpt", {"num_stages": world_size, "num_microbatches": 2}
-    saving, untouched = SaveAtEnd(path), build(Settings(module_class=WithoutOptimizer))
+    path, untouched = folder / "without.ckpt", weights_of(make(WithoutOptimizer))
     for epochs, load in [(1, None), (2, path)]:
-        trainer = quiet_trainer(
-            devices=world_size, strategy=quick_strategy(**strategy), callbacks=[saving], max_epochs=epochs
-        )  # fmt: skip
-        module = build(Settings(module_class=WithoutOptimizer))
-        trainer.fit(module, datamodule=Data(), ckpt_path=load)
+        module, saving = make(WithoutOptimizer), SaveAtEnd(path)
+        fit_module(module, world_size, ckpt_path=load, max_epochs=epochs, callbacks=[saving])
         for name, value in weights_of(module).items():
-            assert torch.equal(value, weights_of(untouched)[name]), name
-    trainer = quiet_trainer(devices=world_size, strategy=quick_strategy(**strategy), max_epochs=3)
+            assert torch.equal(value, untouched[name]), name
     with pytest.raises(
         CheckpointError, match=r"states of 0 optimizers, .* gives 1 optimizers \(of .*, so training"
     ) as raised:
-        trainer.fit(build(Settings()), datamodule=Data(), ckpt_path=path)
+        train(rank, world_size, 3, load=path)
     return raised.value.is_of_all_ranks
 
 
@@ -512,64 +458,37 @@ def test_a_module_may_have_no_optimizer(tmp_path, world_size):
     assert all(run_ranks(fit_with_other_optimizers, world_size, world_size, tmp_path))
 
 
+class Expecting(L.Callback):
+    """Means of weights over steps, computed by hand."""
+
+    def __init__(self):
+        self.means = {}
+
+    def on_train_batch_end(self, trainer, module, *rest):
+        for name, value in module.named_parameters():
+            mean = self.means.setdefault(name, torch.zeros_like(value))
+            mean += (value.detach() - mean) / trainer.global_step
+
+
 def fit_averaging(rank, world_size, path):
     """Lightning's own averages, and what they should be."""
-    expected = {}
-
-    class Expecting(L.Callback):
-        def on_train_batch_end(self, trainer, module, *rest):
-            for name, value in module.named_parameters():
-                mean = expected.setdefault(name, torch.zeros_like(value))
-                mean += (value.detach() - mean) / trainer.global_step
-
-        def on_train_end(self, trainer, module):
-            trainer.save_checkpoint(path)
-
-    averaging = WeightAveraging()
-    trainer = quiet_trainer(
-        devices=world_size, strategy=quick_strategy(num_stages=1, num_microbatches=1),
-        callbacks=[Expecting(), averaging], max_steps=3,
+    expecting, module = Expecting(), make()
+    fit_module(
+        module, world_size, strategy={"num_stages": 1, "num_microbatches": 1}, max_steps=3,
+        callbacks=[expecting, SaveAtEnd(path), WeightAveraging()],
     )  # fmt: skip
-    module = build(Settings())
-    trainer.fit(module, datamodule=Data())
-    for name, value in module.named_parameters():  # the averages took their place
-        assert_close(value, expected[name], 1e-12, name)
     saved = torch.load(path)
-    for name, value in expected.items():
-        assert_close(saved["state_dict"][name], value, 1e-12, name)
-        assert (
-            not torch.equal(saved["current_model_state"][name], value)
-            or "encoder" in name
-            or "text" in name
-        )
-    return True
+    for name, value in module.named_parameters():  # the averages took their place
+        assert_close(value, expecting.means[name], 1e-12, name)
+        assert_close(saved["state_dict"][name], expecting.means[name], 1e-12, name)
+        still = torch.equal(saved["current_model_state"][name], value)
+        assert not still or name.startswith(("encoder", "text"))
 
 
 @pytest.mark.parametrize("world_size", [row(1), 2])
 def test_lightnings_averages_work_where_a_rank_holds_the_whole_module(tmp_path, world_size):
     """History: refused, though plain Lightning has it, and there are no stages."""
-    assert all(run_ranks(fit_averaging, world_size, world_size, tmp_path / "a.ckpt"))
-
-
-class Reds(L.LightningModule):
-    """Learns the mean colours of images, with noise."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        colours = batch["image"].mean((2, 3)).to(self.first.weight.dtype)
-        return (
-            (self.second((self.first(colours)).tanh()) - torch.rand_like(colours)).square().mean()
-        )
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.seen.append(batch["caption"])
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), 0.1)
+    run_ranks(fit_averaging, world_size, world_size, tmp_path / "a.ckpt")
 
 
 class Turned(Dataset):
@@ -604,20 +523,23 @@ def images(kind, folder, num_workers):
 
 def interrupted(rank, world_size, kind, folder, num_workers, path):
     """Trains two epochs; then again from a checkpoint in the middle of the second one."""
-    found = []
-    for options in ({}, {"ckpt_path": path}):
-        module = build(Settings(module_class=Reds))
-        saves = ModelCheckpoint(path.parent, path.stem, every_n_train_steps=8, save_top_k=-1)
-        trainer = quiet_trainer(
-            devices=world_size,
-            strategy=quick_strategy(num_stages=world_size, num_microbatches=2),
-            max_epochs=2,
-            enable_checkpointing=True,
-            callbacks=[] if options else [saves],
-        )
-        trainer.fit(module, images(kind, folder, num_workers), **options)
-        found.append((module.seen, weights_of(module)))
-    return found
+    return [
+        train_on_images(rank, world_size, kind, folder, num_workers, saves, loads)
+        for saves, loads in [(path, None), (None, path)]
+    ]
+
+
+def train_on_images(rank, world_size, kind, folder, num_workers, saves, loads):
+    module, callbacks = make(Reds), []
+    if saves:
+        callbacks = [
+            ModelCheckpoint(saves.parent, saves.stem, every_n_train_steps=8, save_top_k=-1)
+        ]
+    fit_module(
+        module, world_size, images(kind, folder, num_workers), ckpt_path=loads, max_epochs=2,
+        enable_checkpointing=True, callbacks=callbacks,
+    )  # fmt: skip
+    return module.seen, weights_of(module)
 
 
 @pytest.mark.parametrize(
@@ -653,14 +575,7 @@ def test_training_goes_on_in_the_middle_of_an_epoch(tmp_path, kind, num_workers)
 def test_an_epoch_goes_on_on_other_ranks(tmp_path):
     path = tmp_path / "half.ckpt"
     (((seen, weights), _),) = run_ranks(interrupted, 1, 1, "glyphs", tmp_path, 0, path)
-    for seen_again, weights_again in run_ranks(resumed_only, 2, "glyphs", tmp_path, path):
+    resumed = run_ranks(train_on_images, 2, 2, "glyphs", tmp_path, 0, None, path)
+    for seen_again, weights_again in resumed:
         assert seen_again == seen[8:]
         torch.testing.assert_close(weights_again, weights)
-
-
-def resumed_only(rank, kind, folder, path):
-    module = build(Settings(module_class=Reds))
-    strategy = quick_strategy(num_stages=2, num_microbatches=2)
-    trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=2)
-    trainer.fit(module, images(kind, folder, 0), ckpt_path=path)
-    return module.seen, weights_of(module)

@@ -1,36 +1,27 @@
 """The ready-made ControlNet as a pipeline: the numbers of one process, and half of its U-Net in the bubbles."""
 
-import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from lightning_diffpipe import ControlNetDiffusion
-from lightning_diffpipe.data.captioned import collate
 from lightning_diffpipe.modules import Optimization
-from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
+from tests.distributed.scenarios import check_parity
+from tests.distributed.tiny import Images
 from tests.modules.tiny_parts import tiny_controlnet_diffusion
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 
 
-class Images(L.LightningDataModule):
-    """Made-up images, captions and conditions, in order."""
+class Conditioned(Images):
+    """Images with conditions."""
 
-    def __init__(self, batch_size=6):
-        super().__init__()
-        self.batch_size = batch_size
+    resolution = 8
 
-    def train_dataloader(self):
-        generator = torch.Generator().manual_seed(1)
-        images = torch.randn(18, 3, 8, 8, generator=generator, dtype=torch.float64)
-        conditions = torch.rand(18, 3, 8, 8, generator=generator, dtype=torch.float64)
-        samples = [
-            {"image": image, "caption": f"glyph {index}", "condition": condition}
-            for index, (image, condition) in enumerate(zip(images, conditions, strict=True))
-        ]
-        return DataLoader(samples, batch_size=self.batch_size, collate_fn=collate)
+    def samples(self):
+        generator = torch.Generator().manual_seed(2)
+        for sample in super().samples():
+            condition = torch.rand(3, 8, 8, generator=generator, dtype=torch.float64)
+            yield {**sample, "condition": condition}
 
 
 class Controlled(ControlNetDiffusion):
@@ -46,13 +37,10 @@ def test_it_learns_what_one_process_learns():
 
     The module computes noise and loss in single precision, so that rounding may differ once in a while.
     """
-    settings = Settings(
-        module_class=Controlled, data_class=Images, trainer={"max_steps": 4, "max_epochs": -1}
-    )
-    expected = reference(settings, 3)
-    settings.strategy = {"num_stages": 3, "num_microbatches": 3, "schedule": "zero_bubble"}
-    outcomes = run_ranks(fit, 3, settings, 3)
-    assert_equal_runs(outcomes, expected, 1e-6)
+    outcomes, expected = check_parity(
+        3, 3, tolerance=1e-6, module_class=Controlled, data_class=Conditioned, trainer={"max_steps": 4},
+        strategy={"num_stages": 3, "schedule": "zero_bubble"},
+    )  # fmt: skip
     trained = {name.partition(".")[0] for name in expected.gradients[0]}
     assert trained == {"controlnet"}
     assert outcomes[0].plan.options.filling == "shares"

@@ -12,8 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from lightning_diffpipe.data import WebDatasetDataModule
 from tests.data.folders import red_images, write_shard
-from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
-from tests.distributed.tiny import Samples, TinyDiffusion
+from tests.distributed.scenarios import fit_module, make, quick_strategy, quiet_trainer, weights_of
+from tests.distributed.tiny import Reds, Samples, Stream, TinyDiffusion
 from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -71,16 +71,13 @@ class Seen(L.Callback):
         self.epochs.setdefault(trainer.current_epoch, []).append(rows)
 
 
+ONE_REPLICA = {"num_stages": 2, "num_replicas": 1}
+
+
 def train(rank, world_size, make_loader, options=None):
     seen = Seen()
-    strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2)
-    trainer = quiet_trainer(
-        devices=world_size,
-        strategy=strategy,
-        callbacks=[seen],
-        **{"use_distributed_sampler": True, "max_epochs": 2, **(options or {})},
-    )
-    trainer.fit(build(Settings(module_class=Pairs)), make_loader())
+    options = {"use_distributed_sampler": True, "max_epochs": 2, **(options or {})}
+    trainer = fit_module(Pairs, world_size, make_loader(), ONE_REPLICA, callbacks=[seen], **options)
     return seen.epochs, trainer.global_step
 
 
@@ -131,11 +128,6 @@ class Buckets(Sampler):
         return iter(batches[self.epoch :] + batches[: self.epoch])
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(list(Numbered())[::-1])
-
-
 SAME_AS_ONE_PROCESS = {
     "in order": lambda: DataLoader(Numbered(), 3),
     "without the last batch": lambda: DataLoader(Numbered(), 5, drop_last=True),
@@ -150,7 +142,7 @@ SAME_AS_ONE_PROCESS = {
     "samples of a loader without batches": lambda: DataLoader(
         [next(iter(DataLoader(Numbered(), 4))) for _ in range(2)], batch_size=None
     ),
-    "a stream": lambda: DataLoader(Stream(), 3),
+    "a stream": lambda: DataLoader(Stream(Numbered(), range(11, -1, -1)), 3),
 }
 
 
@@ -177,17 +169,14 @@ def see_batches(rank, world_size, names, num_stages=2):
     """The batches of all kinds of loaders; in one plain process if there is no world."""
     seen = {}
     for name in names:
-        batches, options = Batches(), {}
-        if world_size:
-            strategy = quick_strategy(num_stages=num_stages, num_replicas=1, num_microbatches=2)
-            options = {"devices": world_size, "strategy": strategy}
-        trainer = quiet_trainer(
-            callbacks=[batches], use_distributed_sampler=True, max_epochs=2, **options
-        )
-        make = SAME_AS_ONE_PROCESS[name]
-        module = build(Settings(module_class=Validated, module={"num_blocks": 2}))
-        loaders = make(), make()
-        trainer.fit(module, *loaders)
+        batches, make_loader = Batches(), SAME_AS_ONE_PROCESS[name]
+        loaders = make_loader(), make_loader()
+        module = make(Validated, num_blocks=2)
+        strategy = {"num_stages": num_stages, "num_replicas": 1}
+        fit_module(
+            module, world_size, loaders[0], strategy, val_dataloaders=loaders[1], callbacks=[batches],
+            use_distributed_sampler=True, max_epochs=2,
+        )  # fmt: skip
         samplers = [getattr(loader, "batch_sampler", None) for loader in loaders]
         seen[name] = batches.seen, [getattr(sampler, "epochs", None) for sampler in samplers]
     return seen
@@ -234,9 +223,8 @@ class NeverSteps(Pairs):
 @pytest.mark.parametrize("option", ["limit_train_batches", "max_epochs", "max_steps"])
 def test_no_step_is_run_where_none_is_asked_for(option):
     """History: one was run to look at it."""
-    strategy = quick_strategy()
-    trainer = quiet_trainer(strategy=strategy, num_sanity_val_steps=1, **{option: 0})
-    trainer.fit(build(Settings(module_class=NeverSteps)), shuffled(), shuffled())
+    options = {"num_sanity_val_steps": 1, option: 0}
+    trainer = fit_module(NeverSteps, 1, shuffled(), val_dataloaders=shuffled(), **options)
     assert trainer.global_step == 0
 
 
@@ -268,21 +256,22 @@ def endless():
     return DataLoader(Endless(), 3)
 
 
-def test_a_data_set_without_length():
-    (first, steps), (second, _) = run_ranks(
-        train, 2, 2, endless, {"max_steps": 3, "max_epochs": -1}
-    )
-    assert steps == 3
-    assert first == second
-
-
-def test_part_of_the_batches():
-    (_, steps), _ = run_ranks(train, 2, 2, shuffled, {"limit_train_batches": 2})
-    assert steps == 4
-
-
 def pairs():
     return {"left": shuffled(), "right": [shuffled()]}
+
+
+@pytest.mark.parametrize(
+    ("make_loader", "options", "num_steps"),
+    [
+        (endless, {"max_steps": 3, "max_epochs": -1}, 3),
+        (shuffled, {"limit_train_batches": 2}, 4),
+        (pairs, {}, 8),
+    ],
+)
+def test_ranks_of_a_pipeline_take_the_same_number_of_steps(make_loader, options, num_steps):
+    (first, steps), (second, _) = run_ranks(train, 2, 2, make_loader, options)
+    assert steps == num_steps
+    assert first == second
 
 
 class ReadsTable(TinyDiffusion):
@@ -297,9 +286,7 @@ def with_table(samples):
 
 
 def train_on_tables(rank):
-    module = build(Settings(module_class=ReadsTable))
-    trainer = quiet_trainer(devices=1, strategy=quick_strategy(num_stages=1))
-    trainer.fit(module, DataLoader(Samples(6), 3, collate_fn=with_table))
+    fit_module(ReadsTable, 1, DataLoader(Samples(6), 3, collate_fn=with_table))
 
 
 def test_a_table_as_long_as_the_batch_is_named():
@@ -310,31 +297,23 @@ def test_a_table_as_long_as_the_batch_is_named():
     assert "or let the module cut batches itself (split_batch)" in str(raised.value)
 
 
-def test_several_loaders_at_once():
-    (first, steps), (second, _) = run_ranks(train, 2, 2, pairs)
-    assert steps == 8
-    assert first == second
-
-
 def use_again(rank):
     """Validates and trains with one `CombinedLoader`, with an epoch that asks for its loaders again."""
-    combined = CombinedLoader({"left": shuffled(), "right": [shuffled()]}, "min_size")
-    found, seen, inner = list(combined.flattened), [], []
-    module = build(Settings(module_class=Pairs))
+    combined = CombinedLoader(pairs(), "min_size")
+    before, seen, inner = list(combined.flattened), [], []
+    module = make(Pairs)
     options = {"use_distributed_sampler": True, "reload_dataloaders_every_n_epochs": 1}
     quiet_trainer(devices=2, strategy=quick_strategy(num_stages=2), **options).validate(
         module, combined, verbose=False
     )
     for num_stages in (1, 2):
-        epochs = Seen()
-        strategy = quick_strategy(num_stages=num_stages, num_replicas=1, num_microbatches=2)
-        trainer = quiet_trainer(
-            devices=2, strategy=strategy, callbacks=[epochs], max_epochs=2, **options
+        epochs, strategy = Seen(), {"num_stages": num_stages, "num_replicas": 1}
+        trainer = fit_module(
+            module, 2, combined, strategy, callbacks=[epochs], max_epochs=2, **options
         )
-        trainer.fit(module, combined)
         seen.append(epochs.epochs)
         inner += [type(loader._loader) for loader in trainer.fit_loop._combined_loader.flattened]
-    same = [one is other for one, other in zip(combined.flattened, found, strict=True)]
+    same = [one is other for one, other in zip(combined.flattened, before, strict=True)]
     return seen, set(inner), same
 
 
@@ -351,33 +330,13 @@ def test_combined_loaders_can_be_used_again():
         assert sorted(indices(first[1][epoch])) == list(range(12))
 
 
-class Reds(L.LightningModule):
-    """Two layers that look at images, and what they saw."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
-        self.captions = []
-
-    def training_step(self, batch, batch_idx):
-        colours = batch["image"].mean((2, 3)).to(self.first.weight.dtype)
-        return self.second(self.first(colours).tanh()).square().mean()
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.captions += batch["caption"]
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
 def train_on_shards(rank, pattern, num_stages):
     data = WebDatasetDataModule(
         pattern, samples_per_epoch=8, resolution=8, batch_size=4, num_workers=0
     )
-    module = build(Settings(module_class=Reds))
-    strategy = quick_strategy(num_stages=num_stages, num_replicas=1, num_microbatches=2)
-    quiet_trainer(devices=2, strategy=strategy).fit(module, data)
-    return module.captions
+    module = make(Reds)
+    fit_module(module, 2, data, {"num_stages": num_stages, "num_replicas": 1})
+    return [caption for captions in module.seen for caption in captions]
 
 
 def test_shards_are_dealt_out_to_pipelines_not_to_ranks(tmp_path):
@@ -416,12 +375,10 @@ class AsksInSetup(Pairs):
 
 def fit_in_a_row(rank, module_class, path):
     """Trains two epochs, then a third one from a checkpoint, with the same trainer."""
-    module = build(Settings(module_class=module_class))
-    strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2)
-    trainer = quiet_trainer(
-        devices=2, strategy=strategy, use_distributed_sampler=True, max_epochs=2
+    module = make(module_class)
+    trainer = fit_module(
+        module, 2, shuffled(), ONE_REPLICA, use_distributed_sampler=True, max_epochs=2
     )
-    trainer.fit(module, shuffled())
     trainer.save_checkpoint(path)
     states = torch.load(path)["optimizer_states"][0]["state"] if rank == 0 else {}
     assert rank or len(states) == sum(p.requires_grad for p in module.parameters())
@@ -438,14 +395,6 @@ def test_the_number_of_steps_may_be_asked_for_at_any_time(module_class, tmp_path
         assert steps == 12
 
 
-class Unsized(IterableDataset):
-    """The numbered samples, without telling how many there are."""
-
-    def __iter__(self):
-        samples = Numbered()
-        return (samples[index] for index in range(12))
-
-
 class SavesEpochs(L.Callback):
     """Saves where Lightning counts the epoch as processed but not as completed."""
 
@@ -460,12 +409,12 @@ class SavesEpochs(L.Callback):
 def go_on_with_a_stream(rank, module_class, path):
     """Trains three epochs in one go, then the last one again from a checkpoint."""
     epochs = []
-    for options in ({}, {"ckpt_path": path}):
+    for checkpoint in (None, path):
         seen = Seen()
-        strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2)
-        callbacks = [seen, SavesEpochs(path, 1)]
-        trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=callbacks, max_epochs=3)
-        trainer.fit(build(Settings(module_class=module_class)), DataLoader(Unsized(), 3), **options)
+        fit_module(
+            module_class, 2, DataLoader(Stream(Numbered()), 3), ONE_REPLICA, checkpoint,
+            callbacks=[seen, SavesEpochs(path, 1)], max_epochs=3,
+        )  # fmt: skip
         epochs.append(seen.epochs)
     return epochs
 
@@ -516,14 +465,9 @@ class ReadsCaptions(L.LightningModule):
 
 
 def read_captions(rank, world_size):
-    module = build(Settings(module_class=ReadsCaptions))
-    options = {}
-    if world_size:
-        strategy = quick_strategy(num_stages=world_size, num_microbatches=2, verify=True)
-        options = {"devices": world_size, "strategy": strategy}
-    loader = DataLoader(Captioned(), 5, collate_fn=as_they_come)
-    quiet_trainer(**options).fit(module, loader)
-    return {name: weight.clone() for name, weight in module.state_dict().items()}
+    module, loader = make(ReadsCaptions), DataLoader(Captioned(), 5, collate_fn=as_they_come)
+    fit_module(module, world_size, loader, {"verify": True})
+    return weights_of(module)
 
 
 def test_captions_stay_with_their_images():

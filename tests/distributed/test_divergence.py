@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.errors import ConfigurationError, DivergenceError
-from tests.distributed.scenarios import Recorder, Settings, build, quick_strategy, quiet_trainer
-from tests.distributed.tiny import Data, TinyDiffusion
+from tests.distributed.scenarios import Recorder, fit_module, make
+from tests.distributed.tiny import TinyDiffusion
 from tests.ranks import run_ranks
 from tests.rows import row
 
@@ -47,23 +47,22 @@ class Steep(Diverging):
 
 def fit(rank, world_size, folder, strategy, options, module_class=Diverging, max_steps=8):
     """What the run ended with, and the steps of the checkpoints that are left."""
-    settings = Settings(module_class=module_class, module=options)
     callbacks = [Recorder()]
     if folder is not None:
         every = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_last="link")
         callbacks += [every, FinalCheckpoint(folder / "final.ckpt")]
-    trainer = quiet_trainer(
-        devices=world_size, strategy=quick_strategy(**strategy), callbacks=callbacks,
-        max_epochs=-1, max_steps=max_steps, enable_checkpointing=folder is not None,
-    )  # fmt: skip
+    module = make(module_class, **options)
     try:
-        trainer.fit(build(settings), datamodule=Data())
+        trainer = fit_module(
+            module, world_size, strategy=strategy, callbacks=callbacks, max_epochs=-1, max_steps=max_steps,
+            enable_checkpointing=folder is not None,
+        )  # fmt: skip
     except DivergenceError as error:
-        return trainer.global_step, error.is_of_all_ranks and str(error)
+        return module.trainer.global_step, error.is_of_all_ranks and str(error)
     return trainer.global_step, None
 
 
-TWO_STAGES = {"num_stages": 2, "num_microbatches": 2}
+TWO_STAGES = {"num_stages": 2}
 TWO_PIPELINES = {"num_stages": 1, "data_parallel": 2, "num_microbatches": 1}
 AFTER_FOUR = {"bad_steps": tuple(range(4, 99)), "heals": True}
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.errors import ConfigurationError
-from tests.distributed.scenarios import Recorder, Settings, build, quick_strategy, quiet_trainer
+from tests.distributed.scenarios import Recorder, fit_module, make
 from tests.distributed.tiny import Samples, TinyDiffusion
 from tests.ranks import run_ranks
 
@@ -64,17 +64,12 @@ class Batches:
         return 6
 
 
-def train(rank, devices, options, trainer_options=None, **loading):
+def train(rank, world_size, strategy=(), trainer=(), **loading):
     """Two epochs of 24 samples in batches of 4; what was answered, logged and lost."""
     Asks.made, Asks.answers = 0, ()
-    recorder = Rates()
-    strategy = {} if options is None else {"strategy": quick_strategy(**options)}
-    trainer = quiet_trainer(
-        devices=devices, max_epochs=2, callbacks=[recorder],
-        **{"use_distributed_sampler": True, **strategy, **(trainer_options or {})},
-    )  # fmt: skip
-    loader = DataLoader(Samples(24), **(loading or {"batch_size": 4}))
-    trainer.fit(build(Settings(module_class=Asks)), loader)
+    recorder, loader = Rates(), DataLoader(Samples(24), **(loading or {"batch_size": 4}))
+    options = {"use_distributed_sampler": True, "max_epochs": 2, **dict(trainer)}
+    fit_module(Asks, world_size, loader, strategy, callbacks=[recorder], **options)
     return set(Asks.answers), Asks.made, recorder.rates, recorder.losses
 
 
@@ -82,10 +77,10 @@ def train(rank, devices, options, trainer_options=None, **loading):
 def test_a_step_may_ask_for_optimizers_and_the_number_of_steps():
     """History: the set-up ended in errors of Lightning's, as it runs steps before there are optimizers."""
     runs, passes = [], []
-    for options in (None, {"num_microbatches": 1}):
-        Batches.passes = 0
+    for world_size in (0, 1):
+        Batches.passes, alone = 0, {"num_microbatches": 1}
         apart = {"use_distributed_sampler": False}
-        runs.append(train(0, 1, options, apart, batch_sampler=Batches()))
+        runs.append(train(0, world_size, alone, apart, batch_sampler=Batches()))
         passes.append(Batches.passes)
     (answers, made, rates, losses), expected = runs[1], runs[0]
     assert answers == expected[0] == {12}
@@ -97,16 +92,13 @@ def test_a_step_may_ask_for_optimizers_and_the_number_of_steps():
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("options", "num_steps"),
-    [
-        ({"num_stages": 2, "num_replicas": 1, "num_microbatches": 2}, 12),
-        ({"num_stages": 1, "num_replicas": 1, "data_parallel": 2, "num_microbatches": 2}, 6),
-    ],
+    ("strategy", "num_steps"),
+    [({}, 12), ({"num_stages": 1, "data_parallel": 2}, 6)],
 )
-def test_all_ranks_read_their_own_optimizers_and_the_steps_of_their_pipeline(options, num_steps):
+def test_all_ranks_read_their_own_optimizers_and_the_steps_of_their_pipeline(strategy, num_steps):
     """History: a loader made for the probe gave each rank samples of its own, and half as many steps."""
-    alone = train(0, 1, {"num_microbatches": 2}, {"max_steps": num_steps})
-    for answers, made, rates, losses in run_ranks(train, 2, 2, options):
+    alone = train(0, 1, trainer={"max_steps": num_steps})
+    for answers, made, rates, losses in run_ranks(train, 2, 2, strategy):
         assert answers == {num_steps}
         assert made == 1
         assert rates == pytest.approx(alone[2])
@@ -126,21 +118,18 @@ class AsksForBatchesOnly(TinyDiffusion):
         return loss
 
 
-def train_by_batches(rank, devices, options):
-    recorder = Recorder()
-    strategy = quick_strategy(**options)
-    trainer = quiet_trainer(devices=devices, max_epochs=1, callbacks=[recorder], strategy=strategy)
-    trainer.fit(build(Settings(module_class=AsksForBatchesOnly)), DataLoader(Samples(24), 4))
+def train_by_batches(rank, world_size):
+    recorder, loader = Recorder(), DataLoader(Samples(24), 4)
+    trainer = fit_module(AsksForBatchesOnly, world_size, loader, callbacks=[recorder])
     return float(trainer.callback_metrics["batches"]), recorder.losses
 
 
 @pytest.mark.distributed
 def test_the_number_of_batches_alone_may_be_asked_for():
     """History: OverflowError, as it was infinite until somebody asked for the number of steps."""
-    alone = train_by_batches(0, 1, {"num_microbatches": 2})
+    alone = train_by_batches(0, 1)
     assert alone[0] == 12
-    options = {"num_stages": 2, "num_replicas": 1, "num_microbatches": 2}
-    for batches, losses in run_ranks(train_by_batches, 2, 2, options):
+    for batches, losses in run_ranks(train_by_batches, 2, 2):
         assert batches == 12
         assert losses == pytest.approx(alone[1], rel=1e-9)
 
@@ -158,9 +147,8 @@ class NeverMade(TinyDiffusion):
 @pytest.mark.slow
 def test_what_fails_in_configure_optimizers_is_raised_where_a_step_asks():
     """History: "'_OnFirstUse' object has no attribute 'param_groups'"."""
-    trainer = quiet_trainer(devices=1, strategy=quick_strategy(num_microbatches=1))
     with pytest.raises(KeyError, match="there is no setting lr"):
-        trainer.fit(build(Settings(module_class=NeverMade)), DataLoader(Samples(24), 4))
+        fit_module(NeverMade)
 
 
 class RefusesOnOneRank(Asks):
@@ -173,11 +161,9 @@ class RefusesOnOneRank(Asks):
 
 
 def train_until_refused(rank):
-    module = build(Settings(module_class=RefusesOnOneRank))
-    trainer = quiet_trainer(devices=2, strategy=quick_strategy(num_stages=2, num_microbatches=2))
-    started_s = time.monotonic()
+    module, started_s = make(RefusesOnOneRank), time.monotonic()
     with pytest.raises(ConfigurationError, match="no embedding of this caption"):
-        trainer.fit(module, DataLoader(Samples(24), 4))
+        fit_module(module, 2, DataLoader(Samples(24), 4))
     return time.monotonic() - started_s
 
 

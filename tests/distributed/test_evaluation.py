@@ -5,21 +5,18 @@ import contextlib
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 
 from lightning_diffpipe.runtime.results import ResultSharing
-from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
+from tests.distributed.scenarios import fit_module, make, on_ranks
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_ranks
 from tests.rows import row
 
 pytestmark = pytest.mark.distributed
-
-
-def strategy(num_stages=2):
-    return quick_strategy(num_stages=num_stages, num_microbatches=2)
 
 
 class Quiet(TinyDiffusion):
@@ -35,12 +32,10 @@ class Quiet(TinyDiffusion):
 
 
 def validate_between(rank, world_size):
-    module = build(Settings(module_class=Quiet))
-    trainer = quiet_trainer(
-        devices=world_size, strategy=strategy() if world_size > 1 else "auto", max_epochs=2, val_check_interval=2,
-        num_sanity_val_steps=1, limit_train_batches=0 if world_size == 1 else 1.0,
+    module = make(Quiet)
+    trainer = fit_module(
+        module, world_size, max_epochs=2, val_check_interval=2, num_sanity_val_steps=1,
     )  # fmt: skip
-    trainer.fit(module, datamodule=Data())
     during = float(trainer.callback_metrics["val/loss"])
     after = trainer.validate(module, datamodule=Data(), verbose=False)[0]["val/loss"]
     tested = trainer.test(module, datamodule=Data(), verbose=False)[0]["val/loss"]
@@ -66,15 +61,9 @@ class Cropped(Quiet):
 
 
 def validate_on_random_batches(rank):
-    module = build(Settings(module_class=Cropped))
+    module = make(Cropped)
     torch.manual_seed(rank)  # as processes have it without seed_everything
-    trainer = quiet_trainer(
-        devices=2,
-        strategy=quick_strategy(num_stages=2, num_microbatches=2, seed=None),
-        max_epochs=2,
-        num_sanity_val_steps=1,
-    )
-    trainer.fit(module, datamodule=Data())
+    trainer = fit_module(module, 2, strategy={"seed": None}, max_epochs=2, num_sanity_val_steps=1)
     return module.seen, float(trainer.callback_metrics["val/loss"])
 
 
@@ -105,11 +94,8 @@ class Sampling(L.Callback):
 
 
 def sample(rank, world_size):
-    module, sampling = build(Settings()), Sampling()
-    trainer = quiet_trainer(
-        devices=world_size, strategy=strategy(world_size), max_steps=2, callbacks=[sampling]
-    )
-    trainer.fit(module, datamodule=Data())
+    sampling = Sampling()
+    fit_module(world_size=world_size, max_steps=2, callbacks=[sampling])
     return sampling.samples
 
 
@@ -128,25 +114,16 @@ class Trespasser(L.Callback):
         module.blocks[0](torch.zeros(1, 5, 12).double(), torch.zeros(1, 12).double())
 
 
-def trespass(rank):
-    trainer = quiet_trainer(devices=2, strategy=strategy(), callbacks=[Trespasser()])
-    trainer.fit(build(Settings()), datamodule=Data())
-
-
 def test_a_hook_that_calls_a_foreign_layer_learns_whose_it_is():
     with pytest.raises(
         RankError, match=r"was called outside a pipeline step.* live on stage [01] \(rank"
     ):
-        run_ranks(trespass, 2)
+        on_ranks(2, trainer={"callbacks": [Trespasser()]})
 
 
 def fit_validate_fit(rank):
-    module = build(Settings())
-    trainer = quiet_trainer(devices=2, strategy=strategy(), max_epochs=1)
-    import torch.distributed as dist
-
-    groups = len(dist.distributed_c10d._world.pg_map)
-    trainer.fit(module, datamodule=Data())
+    module, groups = make(), len(dist.distributed_c10d._world.pg_map)
+    trainer = fit_module(module, 2, max_epochs=1)
     trainer.validate(module, datamodule=Data(), verbose=False)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, datamodule=Data())
@@ -185,10 +162,8 @@ class Counting(Quiet):
 
 
 def count(rank, world_size, options, size):
-    module = build(Settings(module_class=Counting))
-    distributed = {"devices": world_size, "strategy": quick_strategy(**options)} if options else {}
-    trainer = quiet_trainer(**distributed)
-    trainer.fit(module, datamodule=Data(size=size, batch_size=8))
+    trainer = fit_module(Counting, world_size, Data(size=size, batch_size=8), options)
+    module = trainer.lightning_module
     agreed = trainer.strategy.reduce_boolean_decision(True)
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     after = trainer.validate(module, datamodule=Data(), verbose=False)[0]["val/samples"]
@@ -207,7 +182,7 @@ def test_what_is_logged_is_what_one_process_logs(world_size, num_stages, num_rep
     microbatches log, those of the first alone counted.
     """
     options = {"num_stages": num_stages, "num_replicas": num_replicas, "num_microbatches": 4}
-    alone, _, _ = count(0, 1, None, 13 * pipelines)
+    alone, _, _ = count(0, 0, (), 13 * pipelines)
     alone = {name: value for name, value in alone.items() if name.startswith("train/")}
     del alone["train/loss"]  # its random numbers are drawn for microbatches
     if pipelines > 1:  # a pipeline knows its own tokens only
@@ -250,10 +225,8 @@ class Measuring(Quiet):
 
 
 def measure(rank, world_size, options, size):
-    module, sync = build(Settings(module_class=Measuring)), Metric.sync
-    distributed = {"devices": world_size, "strategy": quick_strategy(**options)} if options else {}
-    trainer = quiet_trainer(**distributed)
-    trainer.fit(module, datamodule=Data(size=size, batch_size=8))
+    module, sync = make(Measuring), Metric.sync
+    trainer = fit_module(module, world_size, Data(size=size, batch_size=8), options)
     assert Metric.sync is sync
     return module.counted, module.validated, float(trainer.callback_metrics["val/samples"])
 
@@ -264,14 +237,9 @@ def measure(rank, world_size, options, size):
 )
 def test_metrics_count_every_sample_once(world_size, num_stages, num_replicas, pipelines):
     """History: `compute()` in a step waited for stages that never come there, and a validation counted ranks."""
-    options = {
-        "num_stages": num_stages,
-        "num_replicas": num_replicas,
-        "num_microbatches": 2,
-        "profile": None,
-    }
+    options = {"num_stages": num_stages, "num_replicas": num_replicas, "profile": None}
     size = 16 * pipelines
-    _, validated, _ = measure(0, 1, None, size)
+    _, validated, _ = measure(0, 0, (), size)
     results = run_ranks(measure, world_size, world_size, options, size)
     for (samples, mean), (total, single), logged in results:
         assert samples == size
@@ -290,9 +258,7 @@ def test_what_is_logged_keeps_no_activations(monkeypatch):
         "start",
         lambda self, works, *more: seen.extend(works) or start(self, works, *more),
     )
-    module = build(Settings(module={"log_extra": True}))
-    trainer = quiet_trainer(max_steps=1, devices=1, strategy=strategy(num_stages=1))
-    trainer.fit(module, datamodule=Data())
+    fit_module(make(log_extra=True), max_steps=1)
     logged = pytree.tree_leaves([work.logged for work in seen])
     tensors = [value for value in logged if isinstance(value, torch.Tensor)]
     assert len(tensors) == 4
@@ -320,19 +286,16 @@ class Evaluates(TinyDiffusion):
 
 
 def evaluate(rank, world_size, how):
-    module = build(Settings(module_class=Evaluates, module={"how": how}))
-    trainer = quiet_trainer(
-        devices=world_size, strategy=strategy() if world_size > 1 else "auto", max_steps=1, num_sanity_val_steps=2,
-        limit_val_batches=2, inference_mode=False,
-    )  # fmt: skip
-    trainer.fit(module, datamodule=Data())
+    module = make(Evaluates, how=how)
+    options = {"num_sanity_val_steps": 2, "limit_val_batches": 2, "inference_mode": False}
+    fit_module(module, world_size, max_steps=1, **options)
     return module.seen[:4]
 
 
 @pytest.mark.parametrize("how", ["plainly", row("whole")])
 def test_evaluation_draws_what_one_process_draws(how):
     """History: layers that draw were all seeded alike; `whole_model()` in a step waited beyond every limit."""
-    expected = evaluate(0, 1, "plainly")
+    expected = evaluate(0, 0, "plainly")
     for found in run_ranks(evaluate, 2, 2, how):
         assert found == pytest.approx(expected, rel=1e-9)
 

@@ -38,14 +38,7 @@ from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffP
 from lightning_diffpipe.training import step_watch
 from lightning_diffpipe.training.processes import ProcessHooks
 from lightning_diffpipe.training.refusals import refuse_on_several_ranks
-from tests.distributed.scenarios import (
-    Recorder,
-    Settings,
-    build,
-    fit,
-    quick_strategy,
-    quiet_trainer,
-)
+from tests.distributed.scenarios import Recorder, Settings, build, fit, fit_module, make, on_ranks
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_in_turn, run_ranks
 from tests.rows import row
@@ -53,30 +46,15 @@ from tests.rows import row
 pytestmark = pytest.mark.distributed
 
 
-def run(world_size, **settings):
-    settings = Settings(**settings)
-    settings.strategy = {"num_stages": world_size, "num_microbatches": 2, **settings.strategy}
-    return run_ranks(fit, world_size, settings, world_size)
-
-
-# ------------------------------------------------------------------------------------- bad input
-
-
 @functools.cache
 def plan_of_two_ranks():
-    return run(2, trainer={"max_steps": 1})[0].plan
+    return on_ranks(2, trainer={"max_steps": 1})[0].plan
 
 
 def test_a_plan_can_be_given_and_is_followed():
     plan = plan_of_two_ranks()
-    again = run(2, trainer={"max_steps": 1}, strategy={"plan": plan})[1].plan
+    again = on_ranks(2, trainer={"max_steps": 1}, strategy={"plan": plan})[1].plan
     assert again.digest == plan.digest
-
-
-def test_a_plan_for_another_world_is_refused():
-    plan = plan_of_two_ranks()
-    with pytest.raises(RankError, match="2 ranks per pipeline, which does not divide the 3 ranks"):
-        run(3, strategy={"plan": plan})
 
 
 class Frozen(TinyDiffusion):
@@ -94,13 +72,6 @@ class Sick(TinyDiffusion):
         if batch_idx == 1:
             batch = {**batch, "image": batch["image"] * float("nan")}
         return super().training_step(batch, batch_idx)
-
-
-def test_a_value_that_is_not_finite_is_named_by_its_layer():
-    with pytest.raises(
-        RankError, match=r"BoundaryError: the output of layer '.*' is not finite on its way"
-    ):
-        run(2, module_class=Sick, strategy={"check_finite": True, "num_microbatches": 2})
 
 
 # -------------------------------------------------------------------------------------- refusals
@@ -162,19 +133,82 @@ class OwnBackward(TinyDiffusion):
         loss.backward()
 
 
+class Normalizes(TinyDiffusion):
+    """Has a batch norm, which the step does not even call."""
+
+    def __init__(self, kind=nn.BatchNorm1d):
+        super().__init__()
+        self.norm = kind(2)
+
+
+class ClipsByItself(TinyDiffusion):
+    """Clips as scripts for one process do."""
+
+    def configure_gradient_clipping(self, optimizer, **_):
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class Unfreezes(L.Callback):
+    """Trains the text table, too, from the second epoch on."""
+
+    def on_train_epoch_start(self, trainer, module):
+        module.text.requires_grad_(trainer.current_epoch == 1)
+
+
+class Later(TinyDiffusion):
+    """A layer of the first stage enters the loss from the second epoch on."""
+
+    def denoise(self, noisy, t, text):
+        first = self.blocks[0](noisy, self.time(t[:, None]))
+        prediction = super().denoise(noisy, t, text)
+        return prediction + first if self.current_epoch > 0 else prediction
+
+
+class KeepsAverages(TinyDiffusion):
+    """Averages its blocks as scripts without our callback do."""
+
+    def __init__(self):
+        super().__init__()
+        self.ema = EMAModel(self.blocks.parameters())
+
+    def on_train_batch_end(self, *_):
+        self.ema.step(self.blocks.parameters())
+
+
 @pytest.mark.parametrize(
-    ("module_class", "callbacks", "message"),
+    ("world_size", "settings", "message"),
     [
-        (Manual, [], "manual optimization"),
-        (OwnBackward, [], "OwnBackward.backward is overridden"),
-        (TinyDiffusion, [StochasticWeightAveraging(1e-2)], "StochasticWeightAveraging copies the module"),
-        (WithBackbone, [BackboneFinetuning(unfreeze_backbone_at_epoch=0)],
+        (1, {"module_class": Manual}, "manual optimization"),
+        (1, {"module_class": OwnBackward}, "OwnBackward.backward is overridden"),
+        (1, {"trainer": {"callbacks": [StochasticWeightAveraging(1e-2)]}},
+         "StochasticWeightAveraging copies the module"),
+        (1, {"module_class": WithBackbone, "trainer": {"callbacks": [BackboneFinetuning(0)]}},
          "parameters were unfrozen during training"),
+        # History: layers that began frozen ran without gradients, and never moved.
+        (1, {"trainer": {"callbacks": [Unfreezes()], "max_epochs": 2}},
+         r"unfrozen during training, e\.g\. text\.weight, but the plan"),
+        (2, {"module_class": Sick, "strategy": {"check_finite": True}},
+         r"BoundaryError: the output of layer '.*' is not finite on its way"),
+        (2, {"module_class": Normalizes, "trainer": {"sync_batchnorm": True}},
+         r"ConfigurationError: norm .*sync_batchnorm=True.* nn\.GroupNorm"),
+        # History: averages of weights on other ranks became NaN, and rank 0 wrote them.
+        (2, {"module_class": KeepsAverages},
+         r"ForeignLayerError: .* lives on stage .*callback lightning_diffpipe\.EMA"),
+        # History: each stage was scaled by another factor, another direction than one process takes.
+        (2, {"module_class": ClipsByItself}, r"ConfigurationError: torch\.nn\.utils .* took a norm"),
+        # History: what was not read when the step was probed was full of zeros, and training went on with them.
+        (2, {"module_class": Later, "trainer": {"max_epochs": 2}},
+         r"DivergenceError: training has ended .* are not finite"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused_with_the_reason(module_class, callbacks, message):
+def test_what_cannot_work_ends_the_run_with_the_reason(world_size, settings, message):
     with pytest.raises(RankError, match=message):
-        run(1, module_class=module_class, trainer={"callbacks": callbacks})
+        on_ranks(world_size, **settings)
+
+
+def test_a_plan_for_another_world_is_refused():
+    with pytest.raises(RankError, match="2 ranks per pipeline, which does not divide the 3 ranks"):
+        on_ranks(3, strategy={"plan": plan_of_two_ranks()})
 
 
 class RefusesOnRank1(TinyDiffusion):
@@ -184,14 +218,6 @@ class RefusesOnRank1(TinyDiffusion):
         if os.environ["LOCAL_RANK"] == "1":
             raise ConfigurationError("rank 1 has no vocabulary")
         return super().training_step(batch, batch_idx)
-
-
-class Normalizes(TinyDiffusion):
-    """Has a batch norm, which the step does not even call."""
-
-    def __init__(self, kind=nn.BatchNorm1d):
-        super().__init__()
-        self.norm = kind(2)
 
 
 @pytest.mark.parametrize(
@@ -227,19 +253,6 @@ def test_saving_when_a_rank_has_failed_is_refused(tmp_path, kind):
         refuse_on_several_ranks(trainer, types.SimpleNamespace(world_size=2))
 
 
-def fit_with_synchronized_norms(rank):
-    strategy = quick_strategy(num_stages=2, num_microbatches=2)
-    trainer = quiet_trainer(devices=2, strategy=strategy, sync_batchnorm=True)
-    trainer.fit(Normalizes(), datamodule=Data())
-
-
-def test_synchronized_batch_norm_is_not_ignored():
-    with pytest.raises(
-        RankError, match=r"ConfigurationError: norm .*sync_batchnorm=True.* nn\.GroupNorm"
-    ):
-        run_ranks(fit_with_synchronized_norms, 2)
-
-
 class HandlesRequeue(L.Callback):
     """Notes whether SLURM's signal would save."""
 
@@ -254,14 +267,12 @@ def fit_under_slurm(rank, world_size):
         SLURM_NTASKS=str(world_size), SLURM_NTASKS_PER_NODE=str(world_size), SLURM_NODEID="0",
         SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_JOB_ID="7", SLURM_JOB_NAME="train",
     )  # fmt: skip
-    strategy = quick_strategy(num_stages=world_size, num_microbatches=2)
     noted = HandlesRequeue()
-    trainer = quiet_trainer(
-        devices=world_size, strategy=strategy, callbacks=[noted], max_steps=1, plugins=[SLURMEnvironment()],
-    )  # fmt: skip
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        trainer.fit(build(Settings()), datamodule=Data())
+        fit_module(
+            world_size=world_size, callbacks=[noted], max_steps=1, plugins=[SLURMEnvironment()]
+        )
     return noted.handles, sum("auto-requeue is off" in str(w.message) for w in warned)
 
 
@@ -285,18 +296,17 @@ class LossAware(TinyDiffusion):
         return loss
 
 
-def fit_on_one_rank(module, strategy, **options):
-    trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=3, **options)
-    trainer.fit(module.double(), datamodule=Data(batch_size=4))
+def fit_on_one_rank(module_class, num_microbatches, **options):
+    data, strategy = Data(batch_size=4), {"num_microbatches": num_microbatches}
+    return fit_module(module_class, 1, data, strategy, max_steps=3, **options)
 
 
 def test_state_outside_of_layers_that_every_microbatch_changes_is_named(recwarn):
     """History: one rank changed a buffer once for each microbatch, without a word."""
-    alone = functools.partial(quick_strategy, num_stages=1)
-    fit_on_one_rank(LossAware(), alone(num_microbatches=1))
+    fit_on_one_rank(LossAware, 1)
     assert not any("'history'" in str(each.message) for each in recwarn)
     with pytest.warns(UserWarning, match=r"'history' outside .* each of 2 microbatches .* average"):
-        fit_on_one_rank(LossAware(), alone(num_microbatches=2))
+        fit_on_one_rank(LossAware, 2)
 
 
 class KeepsGenerator(TinyDiffusion):
@@ -321,6 +331,7 @@ class KeepsAnyGenerator(KeepsGenerator):
         super().__init__()
         self.kind = kind
         self.numpy, self.own = np.random.default_rng(0), random.Random(0)
+        self.legacy = np.random.RandomState(0)
         self.sobol = SobolEngine(1, scramble=True, seed=0)
         OF_FILE.manual_seed(0)
 
@@ -329,6 +340,7 @@ class KeepsAnyGenerator(KeepsGenerator):
             "torch": lambda: torch.rand(1, generator=self.noise),
             "of the file": lambda: torch.rand(1, generator=OF_FILE),
             "numpy": lambda: self.numpy.random(),
+            "legacy": lambda: self.legacy.rand(),
             "python": lambda: self.own.random(),
             "sobol": lambda: self.sobol.draw(1)[0],
         }[self.kind]()
@@ -338,36 +350,19 @@ class KeepsAnyGenerator(KeepsGenerator):
         return loss
 
 
-@pytest.mark.parametrize("kind", ["torch", "of the file", "numpy", "python", "sobol"])
+@pytest.mark.parametrize("kind", ["torch", "of the file", "numpy", "legacy", "python", "sobol"])
 def test_on_one_rank_only_training_draws_from_a_generator_that_outlives_the_step(kind):
     """History: whatever ran besides, such as the probe, drew from it, so that training saw other numbers."""
     losses = []
-    for strategy in ("auto", quick_strategy(num_stages=1, num_microbatches=1)):
-        torch.manual_seed(0)  # for the weights
-        recorder = Recorder()
-        fit_on_one_rank(KeepsAnyGenerator(kind), strategy, callbacks=[recorder])
+    for world_size in (0, 1):
+        recorder, module = Recorder(), make(KeepsAnyGenerator, kind=kind)
+        strategy = {"num_microbatches": 1}
+        fit_module(
+            module, world_size, Data(batch_size=4), strategy, max_steps=3, callbacks=[recorder]
+        )
         losses.append(recorder.losses)
     assert len(set(losses[0])) == 3
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
-
-
-class KeepsAverages(TinyDiffusion):
-    """Averages its blocks as scripts without our callback do."""
-
-    def __init__(self):
-        super().__init__()
-        self.ema = EMAModel(self.blocks.parameters())
-
-    def on_train_batch_end(self, *_):
-        self.ema.step(self.blocks.parameters())
-
-
-def test_averages_that_a_module_keeps_itself_are_refused_on_several_stages():
-    """History: averages of weights on other ranks became NaN, and rank 0 wrote them."""
-    with pytest.raises(
-        RankError, match=r"ForeignLayerError: .* lives on stage .*callback lightning_diffpipe\.EMA"
-    ):
-        run(2, module_class=KeepsAverages)
 
 
 class RestoresRows(TinyDiffusion):
@@ -390,11 +385,9 @@ class RestoresRows(TinyDiffusion):
 
 
 def restored(rank, how):
-    settings = Settings(module_class=RestoresRows, module={"how": how}, trainer={"max_steps": 2})
-    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
-    outcome = fit(rank, settings, 2)
-    changes = outcome.weights["table.weight"] - outcome.initial["table.weight"]
-    return changes.abs().amax(1).tolist()
+    module = make(RestoresRows, how=how)
+    fit_module(module, 2, max_steps=2)
+    return (module.table.weight - module.before).abs().amax(1).tolist()
 
 
 def test_weights_that_hooks_change():
@@ -429,10 +422,10 @@ class UsesProdigy(TinyDiffusion):
 
 def refusal_of(rank, settings):
     """What this rank raises, and whether it knows that all do."""
-    strategy = quick_strategy(**{"num_stages": 2, **settings.strategy})
-    trainer = quiet_trainer(devices=2, strategy=strategy, **settings.trainer)
+    strategy = {"num_microbatches": "auto", **settings.strategy}
+    data = Data(**settings.data)
     try:
-        trainer.fit(build(settings), datamodule=Data(**settings.data))
+        fit_module(build(settings), 2, data, strategy, **settings.trainer)
     except DiffPipeError as error:
         return f"{type(error).__name__}: {error}", error.is_of_all_ranks
 
@@ -472,58 +465,11 @@ def test_what_is_refused_in_set_up_is_an_error_of_all_ranks():
         assert first[1], "each rank would tell it"
 
 
-class ClipsByItself(TinyDiffusion):
-    """Clips as scripts for one process do."""
-
-    def configure_gradient_clipping(self, optimizer, **_):
-        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
-
-
-def test_clipping_of_ones_own_is_refused_on_several_stages():
-    """History: each stage was scaled by another factor, another direction than one process takes."""
-    with pytest.raises(RankError, match=r"ConfigurationError: torch\.nn\.utils .* took a norm"):
-        run(2, module_class=ClipsByItself)
-
-
-class Unfreezes(L.Callback):
-    """Trains the text table, too, from the second epoch on."""
-
-    def on_train_epoch_start(self, trainer, module):
-        module.text.requires_grad_(trainer.current_epoch == 1)
-
-
-def test_unfreezing_during_training_is_refused():
-    """History: layers that began frozen ran without gradients, and never moved."""
-    with pytest.raises(
-        RankError, match=r"unfrozen during training, e\.g\. text\.weight, but the plan"
-    ):
-        run(1, trainer={"callbacks": [Unfreezes()], "max_epochs": 2})
-
-
-class Later(TinyDiffusion):
-    """A layer of the first stage enters the loss from the second epoch on."""
-
-    def denoise(self, noisy, t, text):
-        first = self.blocks[0](noisy, self.time(t[:, None]))
-        prediction = super().denoise(noisy, t, text)
-        return prediction + first if self.current_epoch > 0 else prediction
-
-
-def test_a_branch_that_begins_in_a_later_epoch_ends_the_run():
-    """History: what was not read when the step was probed was full of zeros, and training went on with them."""
-    with pytest.raises(RankError, match=r"DivergenceError: training has ended .* are not finite"):
-        run(2, module_class=Later, trainer={"max_epochs": 2})
-
-
 def fit_later_on_a_late_device(rank, path):
     at_once, event = step_watch._values, types.SimpleNamespace(synchronize=lambda: None)
     step_watch._values = lambda *step: dataclasses.replace(at_once(*step), event=event)
-    strategy = quick_strategy(num_stages=2, num_microbatches=2)
     callbacks = [FinalCheckpoint(path)] if path else []
-    trainer = quiet_trainer(
-        devices=2, strategy=strategy, max_epochs=2, max_steps=5, callbacks=callbacks
-    )
-    trainer.fit(build(Settings(module_class=Later)), datamodule=Data())
+    fit_module(Later, 2, max_epochs=2, max_steps=5, callbacks=callbacks)
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -536,8 +482,7 @@ def test_the_loss_of_the_last_step_is_waited_for_before_anything_is_saved(tmp_pa
 
 
 def fit_compiled(rank):
-    module = torch.compile(build(Settings()), backend="eager")
-    quiet_trainer(devices=1, strategy=DiffPipeStrategy()).fit(module, datamodule=Data())
+    fit_module(torch.compile(make(), backend="eager"))
 
 
 def test_a_compiled_module_is_refused():
@@ -549,11 +494,6 @@ def test_a_compiled_module_is_refused():
 def test_spawn_and_fork_are_refused(method):
     with pytest.raises(ConfigurationError, match=f"start_method='{method}' is not supported"):
         DiffPipeStrategy(start_method=method)
-
-
-def test_an_unknown_argument_is_named():
-    with pytest.raises(ConfigurationError, match="no argument 'num_stage'"):
-        DiffPipeStrategy(num_stage=2)
 
 
 # ---------------------------------------------------------------------------------- broken peers
@@ -572,9 +512,7 @@ class Dies(L.Callback):
 
 def fit_with(rank, world_size, callback, timeout_s):
     watcher._GRACE_S = 30.0  # a busy machine may take long from an error to its traceback
-    strategy = quick_strategy(num_stages=2, num_microbatches=2, timeout_s=timeout_s)
-    trainer = quiet_trainer(devices=world_size, strategy=strategy, callbacks=[callback])
-    trainer.fit(build(Settings()), datamodule=Data())
+    fit_module(world_size=world_size, strategy={"timeout_s": timeout_s}, callbacks=[callback])
 
 
 @pytest.mark.parametrize("dying", [0, 1])
@@ -616,9 +554,7 @@ class Sleepy(TinyDiffusion):
 
 
 def fit_sleepy(rank):
-    strategy = quick_strategy(num_stages=2, num_microbatches=2, timeout_s=5.0)
-    trainer = quiet_trainer(devices=2, strategy=strategy)
-    trainer.fit(build(Settings(module_class=Sleepy)), datamodule=Data())
+    fit_module(Sleepy, 2, strategy={"timeout_s": 5.0})
 
 
 def test_a_wait_that_lasts_too_long_shows_where_the_plan_stands():
@@ -649,19 +585,16 @@ def fit_again(rank, world_size):
     """Fits again after a failure that was caught, with the same module and with another."""
 
     def fit_one(module):
-        strategy = quick_strategy(num_stages=world_size, num_microbatches=2)
-        trainer = quiet_trainer(devices=world_size, strategy=strategy, max_epochs=-1, max_steps=4)
-        trainer.fit(module, datamodule=Data())
-        return trainer.global_step
+        return fit_module(module, world_size, max_epochs=-1, max_steps=4).global_step
 
-    module = build(Settings(module_class=FailsOnce))
+    module = make(FailsOnce)
     with pytest.raises((ValueError, DiffPipeError)):
         fit_one(module)
     FailsOnce.fails = False
     if world_size > 1:  # it holds the part of one rank
         with pytest.raises(CheckpointError, match="to train; build the module anew, and go on"):
             fit_one(module)
-        module = build(Settings(module_class=FailsOnce))
+        module = make(FailsOnce)
     return fit_one(module)
 
 
@@ -674,6 +607,5 @@ def test_a_process_fits_again_after_a_failure_that_it_caught(world_size):
 def test_who_has_lost_its_processes_does_not_wait_for_them(monkeypatch):
     """History: a second fit waited for processes that had been ended with the first."""
     monkeypatch.setattr(ProcessHooks, "_ended_by", "ValueError: mine")
-    trainer = quiet_trainer(devices=2, strategy=quick_strategy(num_stages=2))
     with pytest.raises(ConfigurationError, match=r"failed \(ValueError: mine\), and the processes"):
-        trainer.fit(build(Settings()), datamodule=Data())
+        fit_module(world_size=2)

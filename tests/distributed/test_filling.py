@@ -27,12 +27,11 @@ from lightning_diffpipe.profiling.layer_costs import estimate_profile
 from lightning_diffpipe.runtime.bubbles import FrozenWork
 from tests.distributed.scenarios import (
     Settings,
-    assert_equal_runs,
     build,
-    fit,
-    quick_strategy,
-    quiet_trainer,
-    reference,
+    check_parity,
+    fit_module,
+    make,
+    on_ranks,
     weights_of,
 )
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
@@ -150,29 +149,19 @@ class Watch(L.Callback):
 def train(rank, settings, world_size, callbacks=()):
     """One run of one rank."""
     torch.manual_seed(99)
-    module, watch = build(settings), Watch()
-    trainer = quiet_trainer(
-        devices=world_size, strategy=quick_strategy(**settings.strategy),
-        callbacks=[watch, *callbacks], **settings.trainer,
-    )  # fmt: skip
-    trainer.fit(module, datamodule=DropoutData(**settings.data))
+    module, watch, data = build(settings), Watch(), DropoutData(**settings.data)
+    options = {**settings.trainer, "callbacks": [watch, *callbacks]}
+    fit_module(module, world_size, data, settings.strategy, **options)
     return watch.losses, weights_of(module), watch.up_front, watch.ahead
 
 
-def compare(world_size, callbacks=(), module_class=Augmented, **settings):
+def compare(world_size, callbacks=(), module_class=Augmented, strategy=(), **settings):
     """Both runs; returns by step of the filled one: did a rank encode its own batch, how many were ahead."""
-    strategy = settings.pop("strategy", {"num_stages": 2, "num_microbatches": 2})
     runs = []
     for filling in ("none", "shares"):
-        chosen = Settings(
-            module={"dropout": 0.1, **settings.get("module", {})},
-            data=settings.get("data", {}),
-            trainer=settings.get("trainer", {}),
-            strategy={**strategy, "filling": filling},
-            module_class=module_class,
-        )
-        added = callbacks if filling == "shares" else ()
-        runs.append((chosen, world_size, added))
+        chosen = {"num_stages": 2, **dict(strategy), "filling": filling}
+        run = Settings({"dropout": 0.1}, strategy=chosen, module_class=module_class, **settings)
+        runs.append((run, world_size, callbacks if filling == "shares" else ()))
     without, filled_runs = run_in_turn(train, world_size, *runs)
     for unfilled, filled in zip(without, filled_runs, strict=True):
         assert unfilled[0] == filled[0], "a loss differs"
@@ -187,54 +176,6 @@ def compare(world_size, callbacks=(), module_class=Augmented, **settings):
     return up_front, ahead
 
 
-def test_epochs_validation_and_accumulation():
-    """The first batch of an epoch encodes up front; after the last one nothing is known."""
-    up_front, ahead = compare(
-        2,
-        trainer={"max_epochs": 2, "accumulate_grad_batches": 2, "val_check_interval": 2},
-        data={"size": 22, "batch_size": 6},
-    )
-    assert up_front == [True, False, False, False] * 2
-    assert ahead == [2, 2, 1, 0] * 2
-
-
-def test_limits_on_batches_and_steps():
-    up_front, ahead = compare(
-        2,
-        strategy={"num_stages": 2, "num_microbatches": 3, "schedule": "zero_bubble"},
-        trainer={"max_steps": 5, "max_epochs": -1, "limit_train_batches": 3},
-    )
-    assert up_front == [True, False, False, True, False]
-    assert ahead == [2, 1, 0, 1, 0]
-
-
-def test_a_limit_on_steps_of_several_batches():
-    """Two batches a step: the sixth batch is the last, and nothing after it is encoded."""
-    up_front, ahead = compare(
-        2,
-        trainer={"max_steps": 3, "max_epochs": -1, "accumulate_grad_batches": 2},
-        data={"size": 48, "batch_size": 6},
-    )
-    assert up_front == [True] + [False] * 5
-    assert ahead == [2, 2, 2, 2, 1, 0]
-
-
-def test_planned_mode_with_replicas():
-    """Layers before waits, counted from measured times, instead of until the message is there.
-
-    And one batch ahead only.
-    """
-    up_front, ahead = compare(
-        3,
-        strategy={"num_stages": 2, "num_replicas": (1, 2), "num_microbatches": 4},
-        trainer={"max_steps": 4, "max_epochs": -1},
-        data={"size": 32, "batch_size": 8},
-        callbacks=(BubbleFilling("planned", deterministic=True, lookahead_batches=1),),
-    )
-    assert up_front == [True, False, False, False]
-    assert ahead == [1, 1, 1, 0]
-
-
 class Ages(Augmented):
     """Its frozen encoder changes after every batch, alike on all ranks."""
 
@@ -244,11 +185,89 @@ class Ages(Augmented):
                 parameter.mul_(0.5)
 
 
-def test_frozen_weights_that_change_are_not_run_ahead():
-    """History: batches two ahead were encoded with the weights of two steps before."""
-    up_front, ahead = compare(2, module_class=Ages, trainer={"max_steps": 4, "max_epochs": -1})
-    assert up_front == [True] * 4
-    assert ahead == [2, 0, 0, 0]
+class FindsRate(Augmented):
+    """Tries learning rates on three batches, and goes back to the weights it had."""
+
+    def configure_callbacks(self):
+        return [LearningRateFinder(num_training_steps=3, update_attr=False)]
+
+
+class LossAware(Augmented):
+    """Draws timesteps from a buffer that changes before every batch; a frozen layer embeds them."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.register_buffer("history", torch.ones(6))
+        self.locked = torch.nn.Linear(1, 3).requires_grad_(False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.history[batch_idx % 6] *= 20
+
+    def loss(self, batch):
+        t = torch.multinomial(self.history, len(batch["text"]), True)[:, None] / 6
+        time = self.locked(t.to(self.dtype))[:, :, None]
+        return super().loss({**batch, "image": batch["image"] + time}) * (1 + t).mean()
+
+
+THREE_STEPS, FOUR_STEPS = ({"max_steps": n, "max_epochs": -1} for n in (3, 4))
+RUNS = {
+    # The first batch of an epoch encodes up front; after the last one nothing is known.
+    "epochs, validation, accumulation": (
+        {
+            "trainer": {"max_epochs": 2, "accumulate_grad_batches": 2, "val_check_interval": 2},
+            "data": {"size": 22},
+        },
+        [True, False, False, False] * 2,
+        [2, 2, 1, 0] * 2,
+    ),
+    "limits on batches and steps": (
+        {
+            "trainer": {"max_steps": 5, "max_epochs": -1, "limit_train_batches": 3},
+            "strategy": {"num_microbatches": 3, "schedule": "zero_bubble"},
+        },
+        [True, False, False, True, False],
+        [2, 1, 0, 1, 0],
+    ),
+    # Two batches a step: the sixth batch is the last, and nothing after it is encoded.
+    "a limit on steps of several batches": (
+        {
+            "trainer": {"max_steps": 3, "max_epochs": -1, "accumulate_grad_batches": 2},
+            "data": {"size": 48},
+        },
+        [True] + [False] * 5,
+        [2, 2, 2, 2, 1, 0],
+    ),
+    # Layers before waits, counted from measured times, instead of until the message is there; one batch ahead.
+    "planned, with replicas": (
+        {
+            "trainer": FOUR_STEPS, "world_size": 3, "data": {"size": 32, "batch_size": 8},
+            "strategy": {"num_replicas": (1, 2), "num_microbatches": 4},
+            "callbacks": (BubbleFilling("planned", deterministic=True, lookahead_batches=1),),
+        },
+        [True, False, False, False],
+        [1, 1, 1, 0],
+    ),
+    # History: batches two ahead were encoded with the weights of two steps before.
+    "frozen weights that change": (
+        {"module_class": Ages, "trainer": FOUR_STEPS}, [True] * 4, [2, 0, 0, 0],
+    ),
+    # History: only parameters were looked at, and frozen layers saw other timesteps than the loss.
+    "buffers that feed frozen layers": (
+        {"module_class": LossAware, "trainer": FOUR_STEPS}, [True] * 4, [2, 0, 0, 0],
+    ),
+    # History: weights that were put back counted as changed, and nothing ran ahead for the rest of the run.
+    "a search for the learning rate": (
+        {"module_class": FindsRate, "trainer": FOUR_STEPS}, [True, False, False, False], [2, 2, 1, 0],
+    ),
+}  # fmt: skip
+"""Runs, whether each step encodes up front, and how many batches are ahead after it."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_runs_ahead(name, tmp_path):
+    settings, up_front, ahead = RUNS[name]
+    trainer = {**settings["trainer"], "default_root_dir": tmp_path}
+    assert compare(**{"world_size": 2, **settings, "trainer": trainer}) == (up_front, ahead)
 
 
 class Taught(TinyDiffusion):
@@ -292,73 +311,21 @@ class TaughtByPlaceholders(Taught):
 @pytest.mark.parametrize("module_class", [Taught, TaughtInPlace])
 def test_teachers_follow_weights_of_all_stages(module_class):
     """History: written through `.data`, which counts no version, teachers of two steps before were asked."""
-    strategy = {"num_stages": 2, "num_microbatches": 2, "filling": "shares"}
-    settings = Settings(
-        strategy=strategy, trainer={"max_steps": 4, "max_epochs": -1}, module_class=module_class
-    )
-    assert_equal_runs(run_ranks(fit, 2, settings, 2), reference(settings, 2))
+    check_parity(
+        2, module_class=module_class, strategy={"num_stages": 2, "filling": "shares"}, trainer=FOUR_STEPS
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("filling", [row("none"), "shares"])
 def test_teachers_that_would_follow_placeholders_end_the_run(filling):
     """History: the loss became NaN, and the message was to lower the learning rate."""
-    strategy = {"num_stages": 2, "num_microbatches": 2, "filling": filling}
-    settings = Settings(
-        strategy=strategy, trainer={"max_steps": 3}, module_class=TaughtByPlaceholders
-    )
     with pytest.raises(RankError, match=r"ForeignLayerError: .* lives on stage .*whole_model"):
-        run_ranks(fit, 2, settings, 2)
-
-
-class FindsRate(Augmented):
-    """Tries learning rates on three batches, and goes back to the weights it had."""
-
-    def configure_callbacks(self):
-        return [LearningRateFinder(num_training_steps=3, update_attr=False)]
-
-
-def test_bubbles_are_filled_behind_a_search_for_the_learning_rate(tmp_path):
-    """History: weights that were put back counted as changed, and nothing ran ahead for the rest of the run."""
-    up_front, ahead = compare(
-        2,
-        module_class=FindsRate,
-        trainer={"max_steps": 4, "max_epochs": -1, "default_root_dir": tmp_path},
-    )
-    assert up_front == [True, False, False, False]
-    assert ahead == [2, 2, 1, 0]
-
-
-class LossAware(Augmented):
-    """Draws timesteps from a buffer that changes before every batch; a frozen layer embeds them."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.register_buffer("history", torch.ones(6))
-        self.locked = torch.nn.Linear(1, 3).requires_grad_(False)
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.history[batch_idx % 6] *= 20
-
-    def loss(self, batch):
-        t = torch.multinomial(self.history, len(batch["text"]), True)[:, None] / 6
-        time = self.locked(t.to(self.dtype))[:, :, None]
-        return super().loss({**batch, "image": batch["image"] + time}) * (1 + t).mean()
-
-
-def test_buffers_that_feed_frozen_layers_and_change_are_noticed():
-    """History: only parameters were looked at, and frozen layers saw other timesteps than the loss."""
-    _, ahead = compare(2, module_class=LossAware, trainer={"max_steps": 4, "max_epochs": -1})
-    assert ahead == [2, 0, 0, 0]
+        on_ranks(2, module_class=TaughtByPlaceholders, strategy={"filling": filling})
 
 
 def test_two_pipelines_with_interleaved_stages():
-    compare(
-        4,
-        strategy={"num_stages": 4, "schedule": "interleaved", "data_parallel": 2,
-                  "num_microbatches": 2},
-        trainer={"max_steps": 3, "max_epochs": -1},
-        data={"batch_size": 4},
-    )  # fmt: skip
+    strategy = {"num_stages": 4, "schedule": "interleaved", "data_parallel": 2}
+    compare(4, strategy=strategy, trainer=THREE_STEPS, data={"batch_size": 4})
 
 
 def test_layers_that_mix_samples_are_not_split():
@@ -367,54 +334,45 @@ def test_layers_that_mix_samples_are_not_split():
     History: the layer had no parameter, so that it was glue, which is never split. Then runs ended when a
     microbatch was first split, and named the `frozen_group_size` that keeps it whole.
     """
-    trainer = {"max_steps": 3, "max_epochs": -1}
-    strategy = {"num_stages": 2, "num_microbatches": 2, "frozen_group_size": 1}
-    settings = Settings(strategy=strategy, trainer=trainer, module_class=MixesSamples)
-    outcomes = run_ranks(fit, 2, settings, 2)
-    options = outcomes[0].plan.options
+    strategy = {"num_stages": 2, "frozen_group_size": 1}
+    settings = {"module_class": MixesSamples, "trainer": THREE_STEPS, "strategy": strategy}
+    (outcome, _), _ = check_parity(2, **settings)
+    options = outcome.plan.options
     assert (options.filling, options.frozen_splittable) == ("shares", False)
     # What a run writes as its profile; rank 0 does.
-    assert outcomes[0].basis.profile.whole_encoders
-    assert_equal_runs(outcomes, reference(settings, 2))
-    up_front, _ = compare(2, module_class=MixesSamples, strategy=settings.strategy, trainer=trainer)
+    assert outcome.basis.profile.whole_encoders
+    up_front, _ = compare(2, **settings)
     assert up_front == [True, False, False]
 
 
 def test_a_plan_that_would_split_layers_that_mix_samples_ends_the_run():
     """Plans may come from profiles that do not know."""
-    module, samples = build(Settings(module_class=MixesSamples)), Samples(2)
-    batch = torch.utils.data.default_collate([samples[0], samples[1]])
-    graph = probe(module, lambda module, batch: module.loss(batch), batch)
     wishes = PlanOptions(6, num_stages=2, num_microbatches=2, frozen_group_size=1, filling="shares")
-    plan = find_plan(estimate_profile(module, graph), Cluster(2), wishes)
-    settings = Settings(
-        strategy={"plan": plan}, trainer={"max_steps": 1}, module_class=MixesSamples
-    )
+    plan = find_plan(profile_of(make(MixesSamples)), Cluster(2), wishes)
     message = r"encoder mixes samples, .*frozen_group_size=3, or .* plan again with it"
     with pytest.raises(RankError, match=message):
-        run_ranks(fit, 2, settings, 2)
+        on_ranks(2, module_class=MixesSamples, strategy={"plan": plan})
 
 
 LARGE = {"num_blocks": 6}
 
 
-def counted_profile():
-    """The profile with which ranks plan a large `TinyDiffusion` under `profile="flops"`."""
-    module, samples = build(Settings(module=LARGE)), Samples(2)
+def profile_of(module):
+    """The profile with which ranks plan under `profile="flops"`."""
+    samples = Samples(2)
     batch = torch.utils.data.default_collate([samples[0], samples[1]])
     return estimate_profile(module, probe(module, lambda module, batch: module.loss(batch), batch))
 
 
 def test_where_only_filled_encodings_do_not_fit_nothing_is_filled():
     """History: such a run was refused, with the hint that filling=none would fit."""
-    profile, wishes = counted_profile(), {"num_stages": 2, "num_microbatches": 1}
+    profile, wishes = profile_of(make(**LARGE)), {"num_stages": 2, "num_microbatches": 1}
     unfilled = find_plan(profile, Cluster(2), PlanOptions(24, **wishes))
     cluster = {"memory_bytes": max(unfilled.planned.peak_memory_bytes)}
     with pytest.raises(PlanError, match="filling=none would fit"):
         find_plan(profile, Cluster(2, **cluster), PlanOptions(24, filling="shares", **wishes))
-    strategy = {**wishes, "cluster": cluster}
-    settings = Settings(LARGE, {"batch_size": 24}, {"max_steps": 1}, strategy)
-    plan = run_ranks(fit, 2, settings, 2)[0].plan
+    settings = {"module": LARGE, "data": {"batch_size": 24}, "trainer": {"max_steps": 1}}
+    plan = on_ranks(2, strategy={**wishes, "cluster": cluster}, **settings)[0].plan
     assert (plan.options.filling, plan.pieces) == ("none", ())
 
 
@@ -431,18 +389,16 @@ class SaveInMidEpoch(L.Callback):
 
 def saved_and_resumed(rank, filling, data_class, path):
     """Losses and weights of a run of eight steps, and of one that goes on from its checkpoint."""
-    found = []
-    for resumes in (False, True):
+    runs = []
+    for resumed in (None, path):
         torch.manual_seed(99)
-        module, watch = build(Settings(module={"dropout": 0.1}, module_class=Augmented)), Watch()
-        strategy = quick_strategy(num_stages=2, num_microbatches=2, filling=filling)
-        trainer = quiet_trainer(
-            devices=2, strategy=strategy, max_epochs=2, limit_val_batches=0,
-            callbacks=[watch] if resumes else [watch, SaveInMidEpoch(path)],
+        module, watch = make(Augmented, dropout=0.1), Watch()
+        fit_module(
+            module, 2, data_class(), {"filling": filling}, resumed, max_epochs=2, limit_val_batches=0,
+            callbacks=[watch] if resumed else [watch, SaveInMidEpoch(path)],
         )  # fmt: skip
-        trainer.fit(module, datamodule=data_class(), ckpt_path=path if resumes else None)
-        found.append((watch.losses, weights_of(module)))
-    return found
+        runs.append((watch.losses, weights_of(module)))
+    return runs
 
 
 def assert_same(run, other):
@@ -480,11 +436,7 @@ def changing(rank, settings, world_size):
 
 def test_a_changed_batch_is_noticed():
     """A rank that is late, still at the batch before, may find that the other one has ended for it."""
-    settings = Settings(
-        trainer={"max_steps": 3, "max_epochs": -1},
-        strategy={"num_stages": 2, "num_microbatches": 2},
-        module_class=Augmented,
-    )
+    settings = Settings(trainer=FOUR_STEPS, module_class=Augmented)
     assert ConfigurationError in run_ranks(changing, 2, settings, 2)
 
 
@@ -511,16 +463,8 @@ def changing_weights(rank, settings, world_size, changed):
 
 def test_a_rank_that_alone_changes_frozen_weights_is_named():
     """History: ranks waited in vain for frozen results, and no error said why."""
-    num_ranks, changed = 3, 1
-    settings = Settings(
-        trainer={"max_steps": 6, "max_epochs": -1},
-        strategy={
-            "num_stages": num_ranks,
-            "num_microbatches": 2,
-            "filling": "shares",
-            "timeout_s": 8,
-        },
-    )
+    num_ranks, changed, strategy = 3, 1, {"filling": "shares", "timeout_s": 8}
+    settings = Settings(trainer={"max_steps": 6, "max_epochs": -1}, strategy=strategy)
     found = run_ranks(changing_weights, num_ranks, settings, num_ranks, changed)
     for rank, (message, seconds) in enumerate(found):
         assert seconds < 40
@@ -554,9 +498,7 @@ def failing(rank, settings, world_size):
 
 def test_a_failure_ends_all_ranks():
     settings = Settings(
-        trainer={"max_steps": 6, "max_epochs": -1},
-        strategy={"num_stages": 2, "num_microbatches": 2, "timeout_s": 8},
-        module_class=Fails,
+        trainer={"max_steps": 6, "max_epochs": -1}, strategy={"timeout_s": 8}, module_class=Fails
     )
     first, second = run_ranks(failing, 2, settings, 2)
     assert "out of luck" in first

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.forms import survey
 from lightning_diffpipe.graph.probe import probe
-from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
+from tests.distributed.scenarios import Settings, assert_equal_runs, check_parity, fit, reference
 from tests.nccl_like import pretend_nccl
 from tests.ranks import run_ranks
 from tests.rows import row
@@ -211,11 +211,10 @@ class StepEncoder(nn.Module):
 @pytest.mark.parametrize("lengths", [(1, 3), row((3, 1)), row((1, 2, 4))])
 def test_clips_of_several_lengths_in_any_order(lengths):
     """History: a batch of longer clips than the first one's ended the run."""
-    settings = settings_of("none", "added", "first", 2, {"num_stages": 2})
-    settings.module_class, settings.module = Clips, {}
-    settings.data = {"lengths": lengths, "batch_size": BATCH}
-    expected = reference(settings, 2)
-    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected, 1e-9)
+    check_parity(
+        2, tolerance=1e-9, module_class=Clips, data_class=Batches, strategy={"num_stages": 2},
+        data={"lengths": lengths, "batch_size": BATCH}, trainer={"max_steps": 4},
+    )  # fmt: skip
 
 
 def test_a_layer_that_comes_first_with_a_later_shape_is_named():

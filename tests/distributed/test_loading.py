@@ -9,11 +9,19 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 from torchmetrics import MeanMetric, SumMetric
 
-from tests.distributed.scenarios import Settings, build, fit, quick_strategy, quiet_trainer
-from tests.distributed.tiny import Data, Samples, TinyDiffusion
+from tests.distributed.scenarios import (
+    Settings,
+    fit,
+    fit_module,
+    make,
+    on_ranks,
+    quick_strategy,
+    quiet_trainer,
+)
+from tests.distributed.tiny import Data, Samples, Stream, TinyDiffusion
 from tests.ranks import run_ranks
 from tests.rows import row
 
@@ -42,17 +50,6 @@ class Counted(Dataset):
         return self.samples[index]
 
 
-class Streamed(IterableDataset):
-    """The same without index and length; where it holds an iterator, it goes on where it was."""
-
-    def __init__(self, data, goes_on):
-        self.data = data
-        self.indices = iter(list(range(12)) * 3) if goes_on else range(12)
-
-    def __iter__(self):
-        return (self.data[index] for index in self.indices)
-
-
 class Own:
     """A loader that is no `DataLoader`."""
 
@@ -74,8 +71,8 @@ LOADERS = {
     "in order": lambda data: DataLoader(data, 4),
     "the last one smaller": lambda data: DataLoader(data, 5),
     "a batch sampler": lambda data: DataLoader(data, batch_sampler=[[3, 1], [0, 2, 5], [4]]),
-    "a stream": lambda data: DataLoader(Streamed(data, goes_on=False), 4),
-    "a stream that goes on": lambda data: DataLoader(Streamed(data, goes_on=True), 4),
+    "a stream": lambda data: DataLoader(Stream(data), 4),
+    "a stream that goes on": lambda data: DataLoader(Stream(data, iter(list(range(12)) * 3)), 4),
     "a generator": batches,
     "a loader of one's own": lambda data: Own(data),
     "two loaders": lambda data: {
@@ -126,12 +123,10 @@ class Counts(TinyDiffusion):
 
 
 def count(rank, world_size, kind, options, trainer_options):
-    if world_size:
-        strategy = quick_strategy(num_stages=world_size, num_microbatches=2, **options)
-        trainer_options = {**trainer_options, "devices": world_size, "strategy": strategy}
-    trainer = quiet_trainer(num_sanity_val_steps=1, **trainer_options)
-    module = build(Settings(module_class=Counts, module={"kind": kind}))
-    trainer.fit(module)
+    module = make(Counts, kind=kind)
+    trainer = fit_module(
+        module, world_size, None, options, num_sanity_val_steps=1, **trainer_options
+    )
     return module.calls, module.data.asked, module.val_data.asked, module.seen, trainer.global_step
 
 
@@ -180,12 +175,6 @@ class Rows(Dataset):
         return torch.full((4,), float(index)) + torch.rand(4)
 
 
-class RowStream(IterableDataset):
-    def __iter__(self):
-        rows = Rows()
-        return (rows[index] for index in range(7))
-
-
 class OwnBatches(BatchSampler):
     """A batch sampler that Lightning does not know how to make."""
 
@@ -206,7 +195,7 @@ EVALUATED = {
         Rows(), batch_sampler=BatchSampler(SequentialSampler(Rows()), 3, False)
     ),
     "several": lambda: [DataLoader(Rows(), 2), DataLoader(Rows(), 3)],
-    "a stream": lambda: DataLoader(RowStream(), 2),
+    "a stream": lambda: DataLoader(Stream(Rows()), 2),
     "a batch sampler of one's own": lambda: DataLoader(Rows(), batch_sampler=OwnBatches()),
 }
 
@@ -325,8 +314,7 @@ class Unlike(Data):
 def test_ranks_whose_data_differ_train_on_those_of_the_first():
     """History: each rank trained its layers on what it had loaded."""
     alone = fit(0, Settings(strategy={"num_microbatches": 2}), 1)
-    settings = Settings(strategy={"num_stages": 2, "num_microbatches": 2}, data_class=Unlike)
-    for outcome in run_ranks(fit, 2, settings, 2):
+    for outcome in on_ranks(2, data_class=Unlike):
         assert outcome.losses == pytest.approx(alone.losses, rel=1e-9)
 
 
@@ -343,13 +331,16 @@ class Unlucky(Counted):
         return super().__getitem__(index)
 
 
-def fail(rank, bad):
-    strategy = quick_strategy(num_stages=2, num_microbatches=2, timeout_s=10)
-    module = build(Settings(module={"num_blocks": 2}))
+def error_of(rank, *arguments, **options):
+    """What training ends with."""
     try:
-        quiet_trainer(devices=2, strategy=strategy).fit(module, DataLoader(Unlucky(bad), 4))
+        fit_module(*arguments, **options, strategy={"timeout_s": 10})
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def fail(rank, bad):
+    return error_of(rank, make(num_blocks=2), 2, DataLoader(Unlucky(bad), 4))
 
 
 @pytest.mark.parametrize("bad", [row(0), 9])
@@ -361,14 +352,12 @@ def test_a_sample_that_cannot_be_read_ends_all_ranks_with_its_message(bad):
 
 
 def once(rank, kind):
-    strategy = quick_strategy(num_stages=2, num_microbatches=2)
-    trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=-1, max_steps=50)
-    module = build(Settings(module_class=Counts, module={"kind": kind}))
+    module = make(Counts, kind=kind)
     module.stream = batches(module.data, count=1)
     module.train_dataloader = lambda: module.stream
     says = "training stops in epoch 1, for which its loader gave"
     with contextlib.nullcontext() if rank else pytest.warns(UserWarning, match=says):
-        trainer.fit(module)
+        fit_module(module, 2, None, max_epochs=-1, max_steps=50)
     return len(module.seen)
 
 
@@ -396,12 +385,7 @@ class Fetching(Counts):
 
 
 def refuse(rank, module_class):
-    strategy = quick_strategy(num_stages=2, num_microbatches=2, timeout_s=10)
-    module = build(Settings(module_class=module_class, module={"kind": "in order"}))
-    try:
-        quiet_trainer(devices=2, strategy=strategy).fit(module)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    return error_of(rank, make(module_class, kind="in order"), 2, None)
 
 
 @pytest.mark.parametrize(

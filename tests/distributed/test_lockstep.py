@@ -12,8 +12,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
-from tests.distributed.tiny import Data
+from tests.distributed.scenarios import fit_module
+from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_in_turn, run_ranks
 from tests.rows import row
 
@@ -21,15 +21,9 @@ pytestmark = pytest.mark.distributed
 
 
 def fit(world_size, *callbacks, **options):
-    strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2)
-    trainer = quiet_trainer(
-        devices=world_size,
-        strategy=strategy,
-        callbacks=list(callbacks),
-        **{"max_epochs": 2, **options},
-    )
-    trainer.fit(build(Settings()), datamodule=Data(size=48, batch_size=6))
-    return trainer
+    data, strategy = Data(size=48), {"num_stages": 2, "num_replicas": 1}
+    options = {"max_epochs": 2, **options}
+    return fit_module(TinyDiffusion, world_size, data, strategy, callbacks=[*callbacks], **options)
 
 
 COLLECTIVES = (

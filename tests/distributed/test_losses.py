@@ -21,9 +21,9 @@ from tests.distributed.scenarios import (
     assert_equal_runs,
     build,
     fit,
+    fit_module,
+    make,
     outcome,
-    quick_strategy,
-    quiet_trainer,
     weights_of,
 )
 from tests.distributed.tiny import Data, Pairs, TinyDiffusion, subject_first
@@ -48,13 +48,13 @@ class Still(TinyDiffusion):
 class TokenMean(Still):
     """A mean over the tokens of a batch that are not masked."""
 
-    def logits_and_labels(self, batch):
+    def labels(self, batch):
         labels = torch.cat([batch["text"], batch["text"][:, :1]], 1)
-        return self.prediction_and_target(batch)[0], labels.masked_fill(labels >= 12, -100)
+        return labels.masked_fill(labels >= 12, -100)
 
     def training_step(self, batch, batch_idx):
-        logits, labels = self.logits_and_labels(batch)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        logits, _ = self.prediction_and_target(batch)
+        loss = F.cross_entropy(logits.flatten(0, 1), self.labels(batch).flatten())
         self.log("train/loss", loss)
         return loss
 
@@ -67,11 +67,7 @@ class WeighedTokenMean(TokenMean):
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        return {"loss": loss, "weight": (self.logits_and_labels_of(batch) != -100).sum()}
-
-    def logits_and_labels_of(self, batch):
-        labels = torch.cat([batch["text"], batch["text"][:, :1]], 1)
-        return labels.masked_fill(labels >= 12, -100)
+        return {"loss": loss, "weight": (self.labels(batch) != -100).sum()}
 
 
 class PriorPreservation(Still):
@@ -119,13 +115,11 @@ def in_one_process(settings, num_pipelines=1):
     """What plain Lightning makes of whole batches."""
     module, recorder = build(settings), Recorder()
     initial = weights_of(module)
-    trainer = quiet_trainer(devices=1, **{**settings.trainer, "callbacks": [recorder]})
-    batch_size = settings.data.get("batch_size", 6) * num_pipelines
-    data = settings.data_class(**{**settings.data, "batch_size": batch_size})
-    trainer.fit(module, datamodule=data)
-    found = outcome(trainer, module, recorder, initial)
+    data = settings.data_class(**{**settings.data, "batch_size": 6 * num_pipelines})
+    trainer = fit_module(module, 0, data, callbacks=[recorder], **settings.trainer)
+    expected = outcome(trainer, module, recorder, initial)
     # A pipeline reports the loss of its own share.
-    return found if num_pipelines == 1 else replace(found, losses=[])
+    return expected if num_pipelines == 1 else replace(expected, losses=[])
 
 
 CURES = {
@@ -168,13 +162,11 @@ def test_equal_to_whole_batches_in_one_process(cure, run):
         assert outcomes[0].metrics["train/loss"] == pytest.approx(expected.metrics["train/loss"])
 
 
-def warned_of(settings):
+def warned_of(module_class, data_class=Data):
     """What one process says of a module before it trains."""
-    strategy = quick_strategy(num_microbatches=3, num_stages=1)
-    trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(build(settings), datamodule=settings.data_class(**settings.data))
+        fit_module(make(module_class), 1, data_class(), {"num_microbatches": 3}, max_steps=1)
     said = [str(warning.message) for warning in caught]
     return " ".join(text for text in said if "not a mean over samples" in text)
 
@@ -219,7 +211,7 @@ class DoubledTokenMean(Doubled, TokenMean):
     ],
 )
 def test_other_losses_are_named_with_their_cure(module_class, data_class, cure):
-    said = warned_of(Settings(module_class=module_class, data_class=data_class))
+    said = warned_of(module_class, data_class)
     assert cure in said
     assert "% off" in said
 
@@ -254,7 +246,7 @@ class LogsMeans(TinyDiffusion):
 
 def test_logged_values_that_are_no_means_are_named():
     """History: the loss of a bucket of timesteps was logged as 0.64 instead of 0.69, without a word."""
-    said = warned_of(Settings(module_class=LogsMeans))
+    said = warned_of(LogsMeans)
     assert "logs what is not a mean over samples: 'first', 'weighed'. " in said
     assert 'reduce_fx="sum"' in said
 
@@ -273,5 +265,5 @@ def test_logged_values_that_are_no_means_are_named():
 def test_nothing_is_said_of_means(module_class, data_class, caplog):
     """History: a step that doubles its batch for guidance was said to be 14% off, and was exact."""
     with caplog.at_level(logging.INFO, "lightning_diffpipe.training.verification"):
-        assert not warned_of(Settings(module_class=module_class, data_class=data_class))
+        assert not warned_of(module_class, data_class)
     assert not any("cannot be compared" in record.message for record in caplog.records)

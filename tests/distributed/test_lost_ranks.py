@@ -19,8 +19,7 @@ from lightning_diffpipe.comm import watcher as module
 from lightning_diffpipe.comm.rendezvous import rendezvous
 from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import ConfigurationError
-from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
-from tests.distributed.tiny import Data
+from tests.distributed.scenarios import fit_module
 from tests.ranks import RankError, run_ranks
 from tests.rows import row
 
@@ -59,12 +58,10 @@ def fit_until_harmed(rank, phase, victim, harm, folder):
             harm()
 
     watcher._note, watcher.publish = note_that_it_is_heard, publish_and_do_harm
-    strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2, timeout_s=60)
-    saves = ModelCheckpoint(folder, every_n_train_steps=2)
-    trainer = quiet_trainer(
-        devices=2, strategy=strategy, enable_checkpointing=True, callbacks=[saves, DrawsWithTheWholeModel()]
-    )  # fmt: skip
-    trainer.fit(build(Settings()), datamodule=Data())
+    callbacks = [ModelCheckpoint(folder, every_n_train_steps=2), DrawsWithTheWholeModel()]
+    fit_module(
+        world_size=2, strategy={"timeout_s": 60}, enable_checkpointing=True, callbacks=callbacks
+    )
 
 
 def die():

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
+from tests.distributed.scenarios import check_parity, fit
 from tests.distributed.tiny import Coin
 from tests.nccl_like import pretend_nccl
-from tests.ranks import run_ranks
 from tests.rows import row
 
 pytestmark = pytest.mark.distributed
@@ -18,61 +17,40 @@ def fit_like_nccl(rank, settings, world_size):
     return fit(rank, settings, world_size)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "strategy"),
-    [
-        (2, {"num_stages": 4, "schedule": "interleaved"}),
-        pytest.param(3, {"num_stages": 2, "num_replicas": (1, 2)}, marks=pytest.mark.slow),
-    ],
-)
-def test_training_needs_no_tags_and_no_order_of_first_messages(world_size, strategy):
-    """History: each rank's first call was a receive, and on NCCL none returned before the peer's send."""
-    settings = Settings(trainer={"max_steps": 2, "max_epochs": -1}, data={"batch_size": 4})
-    expected = reference(settings, 2)
-    settings.strategy = {"num_microbatches": 2, "process_group_backend": "nccl", **strategy}
-    outcomes = run_ranks(fit_like_nccl, world_size, settings, world_size)
-    assert_equal_runs(outcomes, expected, 1e-10)
+INTERLEAVED, V = {"num_stages": 4, "schedule": "interleaved"}, {"num_stages": 4, "schedule": "v"}
+ZERO_BUBBLE = {**V, "schedule": "zero_bubble_v"}
+PLAIN = {"data": {"batch_size": 4}}
+COINS = {"module_class": Coin, "data": {"batch_size": 8}}
+SHORT = {
+    "module": {"num_blocks": 6}, "data": {"batch_size": 4, "size": 7},
+    "trainer": {"max_epochs": 2, "max_steps": -1},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("world_size", "num_microbatches", "strategy"),
+    ("world_size", "num_microbatches", "strategy", "settings"),
     [
-        (2, 4, {"filling": "none"}),
-        row(3, 8, {}),
-        row(2, 4, {"schedule": "zero_bubble_v", "num_stages": 4}),
-        row(2, 4, {"schedule": "interleaved", "num_stages": 4}),
+        # History: each rank's first call was a receive, and on NCCL none returned before the peer's send.
+        (2, 2, INTERLEAVED, PLAIN),
+        pytest.param(3, 2, {"num_stages": 2, "num_replicas": (1, 2)}, PLAIN, marks=pytest.mark.slow),
+        # History: receives began as where all microbatches take the longest form, though a coin chooses it.
+        (2, 4, {"num_stages": 2, "filling": "none"}, COINS),
+        row(3, 8, {"num_stages": 3}, COINS),
+        row(2, 4, ZERO_BUBBLE, COINS),
+        row(2, 4, INTERLEAVED, COINS),
+        # History: the same where the last batch of an epoch has fewer microbatches than the schedule.
+        (2, 4, INTERLEAVED, SHORT),
+        row(2, 4, ZERO_BUBBLE, SHORT),
+        row(2, 4, V, SHORT),
     ],
-)
-def test_coins_mix_microbatches_of_several_forms(world_size, num_microbatches, strategy):
-    """History: receives began as where all microbatches take the longest form."""
-    settings = Settings(
-        module_class=Coin, trainer={"max_steps": 3, "max_epochs": -1}, data={"batch_size": 8}
-    )
-    trains_like_one_process(settings, world_size, num_microbatches, strategy)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "num_microbatches", "strategy"),
-    [
-        (2, 4, {"schedule": "interleaved", "num_stages": 4}),
-        row(2, 4, {"schedule": "zero_bubble_v", "num_stages": 4}),
-        row(2, 4, {"schedule": "v", "num_stages": 4}),
-    ],
-)
-def test_the_last_batch_of_an_epoch_has_fewer_microbatches(world_size, num_microbatches, strategy):
-    """History: as above, where the full schedule's receives begin before instructions that were not there."""
-    settings = Settings(
-        {"num_blocks": 6}, trainer={"max_epochs": 2}, data={"batch_size": 4, "size": 7}
-    )
-    trains_like_one_process(settings, world_size, num_microbatches, strategy)
-
-
-def trains_like_one_process(settings, world_size, num_microbatches, strategy):
-    expected = reference(settings, num_microbatches)
-    options = {"num_microbatches": num_microbatches, "process_group_backend": "nccl"}
-    settings.strategy = {"num_stages": world_size, **options, **strategy}
-    outcomes = run_ranks(fit_like_nccl, world_size, settings, world_size)
-    assert_equal_runs(outcomes, expected, 1e-9)
+)  # fmt: skip
+def test_training_needs_no_tags_and_no_order_of_messages(
+    world_size, num_microbatches, strategy, settings
+):
+    strategy = {"process_group_backend": "nccl", **strategy}
+    check_parity(
+        world_size, num_microbatches, tolerance=1e-9, run=fit_like_nccl, strategy=strategy, **settings
+    )  # fmt: skip
 
 
 class _WaitsInBackward(torch.autograd.Function):
@@ -102,20 +80,14 @@ def fit_while_waiting_for_devices(rank, settings, world_size):
 
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
-    [
-        (2, {"num_stages": 2, "num_microbatches": 4}),
-        (2, {"num_stages": 4, "schedule": "interleaved", "num_microbatches": 4}),
-        row(3, {"num_stages": 3, "num_microbatches": 4}),
-    ],
+    [(2, {"num_stages": 2}), (2, INTERLEAVED), row(3, {"num_stages": 3})],
 )
 def test_layers_may_wait_for_the_whole_device(world_size, strategy):
     """History: receives began before what they depend on. The first rank waited in its first forward, for
     memory that cuDNN's benchmark gave back, for the gradient of the activation it was about to compute.
     """
-    trainer = {"max_steps": 2, "max_epochs": -1}
-    # So many that each rank has one that waits.
-    settings = Settings({"num_blocks": 6}, trainer=trainer, data={"batch_size": 4})
-    expected = reference(settings, 4)
-    settings.strategy = {"process_group_backend": "nccl", "timeout_s": 20, **strategy}
-    outcomes = run_ranks(fit_while_waiting_for_devices, world_size, settings, world_size)
-    assert_equal_runs(outcomes, expected, 1e-10)
+    # So many blocks that each rank has one that waits.
+    check_parity(
+        world_size, 4, run=fit_while_waiting_for_devices, module={"num_blocks": 6}, data={"batch_size": 4},
+        strategy={"process_group_backend": "nccl", "timeout_s": 20, **strategy},
+    )  # fmt: skip

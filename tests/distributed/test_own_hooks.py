@@ -8,14 +8,14 @@ from torch.nn.modules.module import register_module_full_backward_hook
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
-    build,
+    check_parity,
     fit,
-    quick_strategy,
-    quiet_trainer,
+    fit_module,
+    on_ranks,
     reference,
 )
 from tests.distributed.tiny import Data, TinyDiffusion
-from tests.ranks import RankError, run_in_turn, run_ranks
+from tests.ranks import RankError, run_in_turn
 
 pytestmark = pytest.mark.distributed
 
@@ -41,19 +41,7 @@ class HookOnBlocks(BackwardHook):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_backward_hooks_inside_of_layers(schedule):
-    settings = Settings(module_class=BackwardHook, trainer={"max_steps": 2})
-    expected = reference(settings, 2)
-    settings.strategy = {"num_stages": 2, "num_microbatches": 2, "schedule": schedule}
-    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected)
-
-
-def test_backward_hooks_on_layers_are_refused():
-    """History: the hook of a block was not called for gradients of another stage, or got None for one."""
-    settings = Settings(module_class=HookOnBlocks, strategy={"num_stages": 2})
-    with pytest.raises(
-        RankError, match=r"blocks.0 has a backward hook .* Put a hook on a tensor in"
-    ):
-        run_ranks(fit, 2, settings, 2)
+    check_parity(2, module_class=BackwardHook, strategy={"num_stages": 2, "schedule": schedule})
 
 
 class HookOnAll(TinyDiffusion):
@@ -66,10 +54,51 @@ class HookOnAll(TinyDiffusion):
         self.handle.remove()
 
 
-def test_a_backward_hook_of_all_modules_is_refused():
-    settings = Settings(module_class=HookOnAll, strategy={"num_stages": 2})
-    with pytest.raises(RankError, match=r"all modules have a backward hook .* Remove it before"):
-        run_ranks(fit, 2, settings, 2)
+class HookInHook(TinyDiffusion):
+    """A hook puts another one at its first call, of which it keeps a note of its own."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        notes = set()
+
+        def first(module, inputs, output):
+            if "done" not in notes:
+                notes.add("done")
+                module.register_forward_hook(lambda module, inputs, output: 1.1 * output)
+
+        self.blocks[1].register_forward_hook(first)
+
+
+class WritesToExpanded(TinyDiffusion):
+    def on_train_batch_end(self, *args):
+        rows = torch.zeros(1).expand(4)
+        rows += 1
+
+
+class WritesToForeign(TinyDiffusion):
+    def on_train_batch_end(self, *args):
+        with torch.no_grad():
+            self.time.weight += 0
+            self.head.weight += 0
+
+
+@pytest.mark.parametrize(
+    ("module_class", "message"),
+    [
+        # History: the hook of a block was not called for gradients of another stage, or got None for one.
+        (HookOnBlocks, r"blocks.0 has a backward hook .* Put a hook on a tensor in"),
+        (HookOnAll, r"all modules have a backward hook .* Remove it before"),
+        # History: it was put on a copy that is looked at before training, and lost.
+        (HookInHook, r"the step puts a hook on blocks.1, and leaves it"),
+        # History: an expanded tensor of the user's own was called a weight of another rank.
+        (WritesToExpanded, "RuntimeError: unsupported operation: more than one element"),
+        (WritesToForeign, r"ForeignLayerError: .* lives on stage .*cannot read or write it"),
+    ],
+)
+def test_hooks_that_cannot_work_end_the_run_with_the_reason(module_class, message):
+    with pytest.raises(RankError, match=message) as raised:
+        on_ranks(2, module_class=module_class)
+    assert (module_class is WritesToForeign) == ("lives on stage" in str(raised.value))
 
 
 class Scaled(TinyDiffusion):
@@ -142,11 +171,10 @@ class Summary(L.Callback):
 
 def test_what_hooks_may_read_is_trained_without_a_word():
     """History: properties were run, and weights by name were called copies."""
-    options = {"max_steps": 3, "callbacks": [Summary()]}
-    settings = Settings(module_class=AsTheGuideSays, trainer=options)
-    expected = reference(Settings(trainer={"max_steps": 3}), 2)
-    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
-    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected)
+    steps = {"max_steps": 3}
+    expected = reference(Settings(trainer=steps), 2)  # which has no norm of the strategy
+    outcomes = on_ranks(2, module_class=AsTheGuideSays, trainer={**steps, "callbacks": [Summary()]})
+    assert_equal_runs(outcomes, expected)
 
 
 class Averages(L.Callback):
@@ -178,33 +206,10 @@ class Averages(L.Callback):
 def test_averages_by_hand_are_refused(hook, max_epochs, size):
     """History: the module that came out of training had NaN for weights, without an error."""
     options = {"callbacks": [Averages(hook)], "max_epochs": max_epochs}
-    settings = Settings(data={"size": size}, trainer=options, strategy={"num_stages": 2})
     with pytest.raises(
         RankError, match=r"ForeignLayerError: .* lives on stage .* lightning_diffpipe.EMA"
     ):
-        run_ranks(fit, 2, settings, 2)
-
-
-class HookInHook(TinyDiffusion):
-    """A hook puts another one at its first call, of which it keeps a note of its own."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        notes = set()
-
-        def first(module, inputs, output):
-            if "done" not in notes:
-                notes.add("done")
-                module.register_forward_hook(lambda module, inputs, output: 1.1 * output)
-
-        self.blocks[1].register_forward_hook(first)
-
-
-def test_a_hook_that_a_step_puts_on_a_module_is_refused():
-    """History: it was put on a copy that is looked at before training, and lost."""
-    settings = Settings(module_class=HookInHook, strategy={"num_stages": 2})
-    with pytest.raises(RankError, match=r"the step puts a hook on blocks.1, and leaves it"):
-        run_ranks(fit, 2, settings, 2)
+        on_ranks(2, data={"size": size}, trainer=options)
 
 
 class StopsInHook(L.Callback):
@@ -224,9 +229,7 @@ class StopsInHook(L.Callback):
 
 def stop_in_hook(rank, hook, stopping):
     callback = StopsInHook(hook, stopping)
-    strategy = quick_strategy(num_stages=2)
-    trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[callback], max_epochs=3)
-    trainer.fit(build(Settings()), datamodule=Data(size=12, batch_size=6))
+    fit_module(world_size=2, data=Data(size=12, batch_size=6), callbacks=[callback], max_epochs=3)
     return callback.epochs
 
 
@@ -240,32 +243,3 @@ def test_a_stop_on_rank_0_in_other_hooks_stops_all_ranks():
         assert epochs[0] == epochs[1], (hook, rank)
         last = 0 if hook == "on_train_epoch_start" else 1
         assert max(epochs[0]) == (last if rank == 0 else 2), (hook, rank)
-
-
-class WritesToExpanded(TinyDiffusion):
-    def on_train_batch_end(self, *args):
-        rows = torch.zeros(1).expand(4)
-        rows += 1
-
-
-class WritesToForeign(TinyDiffusion):
-    def on_train_batch_end(self, *args):
-        with torch.no_grad():
-            self.time.weight += 0
-            self.head.weight += 0
-
-
-@pytest.mark.parametrize(
-    ("module_class", "message"),
-    [
-        (WritesToExpanded, "RuntimeError: unsupported operation: more than one element"),
-        (WritesToForeign, r"ForeignLayerError: .* lives on stage .*cannot read or write it"),
-    ],
-)
-def test_what_a_hook_writes_to_is_said_rightly(module_class, message):
-    """History: an expanded tensor of the user's own was called a weight of another rank."""
-    settings = Settings(module_class=module_class, strategy={"num_stages": 2})
-    with pytest.raises(RankError, match=message) as raised:
-        run_ranks(fit, 2, settings, 2)
-    if module_class is WritesToExpanded:
-        assert "lives on stage" not in str(raised.value)

@@ -9,7 +9,6 @@ import time
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.graph.probe import probe
@@ -22,13 +21,13 @@ from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
     build,
-    fit,
-    quick_strategy,
-    quiet_trainer,
+    check_parity,
+    fit_module,
+    on_ranks,
     reference,
     weights_of,
 )
-from tests.distributed.tiny import WIDTH, Block, Samples, TinyDiffusion
+from tests.distributed.tiny import WIDTH, Block, Data, Samples, TinyDiffusion
 from tests.ranks import run_ranks
 from tests.rows import row
 
@@ -37,14 +36,59 @@ pytestmark = pytest.mark.distributed
 FIVE_STEPS = {"max_steps": 5, "max_epochs": -1}
 
 
-def check(world_size, num_microbatches, num_pipelines=1, tolerance=1e-10, **settings):
-    settings = Settings(**settings)
-    settings.trainer = {**FIVE_STEPS, **settings.trainer}
-    expected = reference(settings, num_microbatches, num_pipelines)
-    settings.strategy = {"num_microbatches": num_microbatches, **settings.strategy}
-    outcomes = run_ranks(fit, world_size, settings, world_size)
-    assert_equal_runs(outcomes, expected, tolerance)
-    return outcomes, expected
+def check(world_size, num_microbatches, num_pipelines=1, tolerance=1e-10, trainer=(), **settings):
+    trainer = {**FIVE_STEPS, **dict(trainer)}
+    return check_parity(
+        world_size, num_microbatches, num_pipelines, tolerance, trainer=trainer, **settings
+    )
+
+
+TWO, PAIR = {"num_stages": 2}, {"num_stages": 2, "num_replicas": 1}
+WHOLE = {"num_stages": 1, "num_replicas": 2}
+UP_AND_DOWN = {"num_stages": 3, "num_replicas": (1, 2, 1), "schedule": "zero_bubble"}
+INTERLEAVED = {"num_stages": 4, "schedule": "interleaved", "data_parallel": 2}
+TIED = {"module": {"tied": True}}
+LAYOUTS = {
+    "one rank": (1, 2, 1, {}, {}),
+    "fewer microbatches than stages": (3, 1, 1, {"num_stages": 3}, {}),
+    "fewer microbatches than four stages": (4, 2, 1, {"num_stages": 4}, {}),
+    "tied weights on two stages": (2, 2, 1, TWO, {**TIED, "trainer": {"gradient_clip_val": 0.1}}),
+    "tied weights, zero bubble and a replica": (4, 4, 1, UP_AND_DOWN, TIED),
+    "tied weights, interleaved pipelines, clipping": (4, 2, 2, INTERLEAVED, {
+        **TIED, "data": {"batch_size": 4}, "trainer": {"gradient_clip_val": 0.05}, "tolerance": 1e-9,
+    }),
+    # History: a last batch smaller than its microbatches, here one sample for four, ended the run.
+    "a last batch of one sample on stages": (2, 4, 1, TWO, {"data": {"size": 13}}),
+    "a last batch of one sample on replicas": (2, 4, 1, WHOLE, {"data": {"size": 13}}),
+    "microbatches of 3, 2 and 2 samples": (2, 3, 1, TWO, {"data": {"size": 20, "batch_size": 7}}),
+    # History: where the cut was verified, every pipeline was compared with the first one's noise.
+    "two verified pipelines": (4, 2, 2, {**PAIR, "verify": True}, {"data": {"batch_size": 4}}),
+    "two pipelines": (4, 2, 2, {**PAIR, "verify": False}, {"data": {"batch_size": 4}}),
+    "windows of three batches, the last of two": (2, 2, 1, TWO, {
+        "trainer": {"accumulate_grad_batches": 3, "max_steps": -1, "max_epochs": 2}, "data": {"batch_size": 3},
+    }),
+    "windows over two pipelines": (4, 2, 2, PAIR, {
+        "trainer": {"accumulate_grad_batches": 2}, "data": {"batch_size": 3},
+    }),
+    # History: with a mean over each replica's microbatches, 4 over 3 replicas weighs them unequally.
+    "replicas (1, 3)": (4, 4, 1, {"num_stages": 2, "num_replicas": (1, 3)}, {}),
+    "replicas (3, 1)": (4, 4, 1, {"num_stages": 2, "num_replicas": (3, 1)}, {}),
+    "replicas (2, 1, 1)": (4, 4, 1, {"num_stages": 3, "num_replicas": (2, 1, 1)}, {}),
+    "replicas (2, 2)": (4, 4, 1, {"num_stages": 2, "num_replicas": (2, 2)}, {}),
+}  # fmt: skip
+"""Ranks, microbatches, pipelines, the strategy and other settings of a run."""
+OF_TABLE = {
+    "fewer microbatches than four stages",
+    "two pipelines",
+    "replicas (1, 3)",
+    "replicas (2, 2)",
+}
+
+
+@pytest.mark.parametrize("layout", [row(n) if n in OF_TABLE else n for n in LAYOUTS])
+def test_layouts_and_batches(layout):
+    world_size, num_microbatches, num_pipelines, strategy, settings = LAYOUTS[layout]
+    check(world_size, num_microbatches, num_pipelines, strategy=strategy, **settings)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
@@ -95,54 +139,9 @@ def test_v_placement(num_ranks, schedule, filling):
     assert plan.planned.sent_bytes < plan.planned.chain_sent_bytes * 2
 
 
-def test_interleaved_pipelines_side_by_side_with_tied_weights_and_clipping():
-    check(
-        4, 2, 2, module={"tied": True}, strategy={"num_stages": 4, "schedule": "interleaved", "data_parallel": 2},
-        data={"batch_size": 4}, trainer={"gradient_clip_val": 0.05}, tolerance=1e-9,
-    )  # fmt: skip
-
-
-def test_zero_bubble_on_three_stages_with_tied_weights_and_a_replica():
-    strategy = {"num_stages": 3, "num_replicas": (1, 2, 1), "schedule": "zero_bubble"}
-    check(4, 4, module={"tied": True}, strategy=strategy)
-
-
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(3, 1), row(4, 2)])
-def test_fewer_microbatches_than_stages(num_stages, num_microbatches):
-    check(num_stages, num_microbatches, strategy={"num_stages": num_stages})
-
-
-def test_one_rank():
-    check(1, 2)
-
-
 def test_everything_on_auto():
-    outcomes, _ = check(2, 2, strategy={"num_microbatches": 2})
+    outcomes, _ = check(2, 2)
     assert outcomes[0].plan.num_ranks == 2
-
-
-@pytest.mark.parametrize("strategy", [{"num_stages": 2}, {"num_stages": 1, "num_replicas": 2}])
-def test_a_last_batch_smaller_than_its_microbatches(strategy):
-    """History: it ended the run, at the end of the first epoch. Here it is one sample, for 4 microbatches."""
-    check(2, 4, strategy=strategy, data={"size": 13, "batch_size": 6})
-
-
-def test_uneven_last_microbatch_and_uneven_last_batch():
-    """22 samples in batches of 7 and 4 microbatches: sizes 2,2,2,1, and a last batch without one."""
-    check(2, 3, data={"size": 20, "batch_size": 7}, strategy={"num_stages": 2})
-
-
-@pytest.mark.parametrize("verify", [row(False), True])
-def test_two_pipelines_side_by_side(verify):
-    """History: where the cut was verified, every pipeline was compared with the first one's noise."""
-    strategy = {"num_stages": 2, "num_replicas": 1, "verify": verify}
-    check(4, 2, 2, strategy=strategy, data={"batch_size": 4})
-
-
-@pytest.mark.parametrize("replicas", [row((1, 3)), (3, 1), (2, 1, 1), row((2, 2))])
-def test_unequal_replicas(replicas):
-    """History: with a mean over each replica's microbatches, 4 over 3 replicas weighs them unequally."""
-    check(4, 4, strategy={"num_replicas": replicas, "num_stages": len(replicas)})
 
 
 class Guarded(TinyDiffusion):
@@ -160,14 +159,6 @@ class Guarded(TinyDiffusion):
         if not torch.isfinite(loss):
             raise FloatingPointError("diverged")
         return loss
-
-
-def test_a_step_that_looks_at_its_loss():
-    """History: microbatches of other sizes than two were probed on NaN, and its own check ended the run; and the
-    model summary ran `forward` on the example input, of which each rank had some layers only.
-    """
-    settings = {"strategy": {"num_stages": 2}, "trainer": {"enable_model_summary": True}}
-    check(2, 2, module_class=Guarded, **settings)
 
 
 class Normed(TinyDiffusion):
@@ -188,11 +179,6 @@ class Counts(torch.nn.Module):
     def forward(self, x):
         self.calls = self.calls + 1
         return x
-
-
-def test_running_statistics_come_from_the_stage_that_has_them():
-    """History: other ranks had theirs still when training ended, and checkpoints had the first rank's."""
-    check(2, 2, module_class=Normed, strategy={"num_stages": 2})
 
 
 class NormedEncoder(TinyDiffusion):
@@ -218,25 +204,6 @@ class Freezes(TinyDiffusion):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.trainer.global_step == 2:
             self.blocks[2].requires_grad_(False)
-
-
-def test_layers_frozen_during_training_stay_as_they_are():
-    """History: where a stage had replicas they got gradients of zero, and weight decay moved them."""
-    check(2, 2, module_class=Freezes, strategy={"num_stages": 1, "num_replicas": 2})
-
-
-def test_accumulation_with_a_trailing_window():
-    """8 batches in windows of 3: the last window has two."""
-    trainer = {"accumulate_grad_batches": 3, "max_steps": -1, "max_epochs": 2}
-    data = {"size": 24, "batch_size": 3}
-    check(2, 2, trainer=trainer, data=data, strategy={"num_stages": 2})
-
-
-def test_accumulation_over_two_pipelines():
-    trainer = {"accumulate_grad_batches": 2}
-    check(
-        4, 2, 2, trainer=trainer, strategy={"num_stages": 2, "num_replicas": 1}, data={"batch_size": 3},
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("replicas", [row((1, 1)), (1, 3)])
@@ -302,17 +269,6 @@ class ClipsByItself(TinyDiffusion):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
 
 
-@pytest.mark.parametrize(
-    ("module_class", "strategy"),
-    [
-        (ClipsInHook, {"num_stages": 2}),
-        (ClipsByItself, {"num_stages": 1, "num_replicas": 2}),  # a rank has all gradients
-    ],
-)
-def test_clipping_in_a_hook(module_class, strategy):
-    check(2, 4, module_class=module_class, strategy=strategy, tolerance=1e-9)
-
-
 class HooksWeights(TinyDiffusion):
     """Bounds every gradient, and halves it where it has been added to those of the window."""
 
@@ -352,29 +308,39 @@ class WatchesWeights(TinyDiffusion):
                 parameter.register_hook(lambda gradient: None)
 
 
-def test_hooks_on_weights_of_one_rank():
-    """History: it summed gradients after each batch of a window, and waited for ranks that waited for it."""
+SIDE_BY_SIDE = {"num_stages": 1, "num_replicas": 1, "data_parallel": 2}
+
+
+@pytest.mark.parametrize(
+    ("module_class", "num_microbatches", "num_pipelines", "strategy", "trainer"),
+    [
+        # History: microbatches of other sizes than two were probed on NaN, and its own check ended the run; and the
+        # model summary ran `forward` on the example input, of which each rank had some layers only.
+        (Guarded, 2, 1, TWO, {"enable_model_summary": True}),
+        # History: other ranks had running statistics of theirs in the end, and checkpoints those of the first rank.
+        (Normed, 2, 1, TWO, {}),
+        # History: where a stage had replicas frozen layers got gradients of zero, and weight decay moved them.
+        (Freezes, 2, 1, WHOLE, {}),
+        (ClipsInHook, 4, 1, TWO, {}),
+        (ClipsByItself, 4, 1, WHOLE, {}),  # a rank has all gradients
+        # History: one rank summed gradients after each batch of a window, and waited for those that waited for it.
+        (WatchesWeights, 2, 2, SIDE_BY_SIDE, {"accumulate_grad_batches": 2}),
+    ],
+)
+def test_modules_that_look_at_losses_gradients_or_statistics(
+    module_class, num_microbatches, num_pipelines, strategy, trainer
+):
     check(
-        2, 2, 2, module_class=WatchesWeights, trainer={"accumulate_grad_batches": 2},
-        strategy={"num_stages": 1, "num_replicas": 1, "data_parallel": 2},
+        2, num_microbatches, num_pipelines, 1e-9, module_class=module_class, strategy=strategy, trainer=trainer
     )  # fmt: skip
-
-
-def test_tied_weights_on_two_stages():
-    check(
-        2, 2, module={"tied": True}, strategy={"num_stages": 2}, trainer={"gradient_clip_val": 0.1}
-    )
 
 
 @pytest.mark.parametrize("num_stages", [row(2), 3])
 def test_results_do_not_depend_on_stages_even_with_dropout(num_stages):
     """Dropout draws from a stream of its own layer, so cutting elsewhere changes nothing."""
-    settings = Settings(
-        module={"dropout": 0.3}, trainer=FIVE_STEPS, strategy={"num_microbatches": 2}
-    )
-    (alone,) = run_ranks(fit, 1, settings, 1)
-    settings.strategy["num_stages"] = num_stages
-    assert_equal_runs(run_ranks(fit, num_stages, settings, num_stages), alone)
+    settings = {"module": {"dropout": 0.3}, "trainer": FIVE_STEPS}
+    (alone,) = on_ranks(1, **settings)
+    assert_equal_runs(on_ranks(num_stages, **settings), alone)
 
 
 def test_metrics_reach_every_rank():
@@ -412,12 +378,8 @@ class Precision(TinyDiffusion):
 
 def fit_bf16(rank, world_size):
     torch.manual_seed(3)
-    module = Precision()
-    strategy = quick_strategy(num_stages=world_size, num_microbatches=2)
-    trainer = quiet_trainer(
-        devices=world_size, strategy=strategy, precision="bf16-mixed", **FIVE_STEPS
-    )
-    trainer.fit(module, DataLoader(Samples(24, torch.float32), 6))
+    module, data = Precision(), Data(dtype=torch.float32)
+    fit_module(module, world_size, data, precision="bf16-mixed", limit_val_batches=0, **FIVE_STEPS)
     return weights_of(module)
 
 

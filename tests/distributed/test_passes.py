@@ -20,10 +20,10 @@ from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
     assert_weights_are_shared_out,
-    build,
-    fit,
-    quick_strategy,
-    quiet_trainer,
+    check_parity,
+    fit_module,
+    make,
+    on_ranks,
     reference,
     weights_of,
 )
@@ -35,16 +35,13 @@ pytestmark = pytest.mark.distributed
 
 
 def check(
-    num_ranks, num_microbatches=3, form="estimate", num_pipelines=1, module_class=Twice, **settings
-):
-    settings = Settings(module_class=module_class, **settings)
-    settings.module = {"form": form, **settings.module}
-    settings.trainer = {"max_steps": 3, "max_epochs": -1, **settings.trainer}
-    expected = reference(settings, num_microbatches, num_pipelines)
-    strategy = {"num_microbatches": num_microbatches, "data_parallel": num_pipelines}
-    settings.strategy = {**strategy, **settings.strategy}
-    outcomes = run_ranks(fit, num_ranks, settings, num_ranks)
-    assert_equal_runs(outcomes, expected, 1e-9)
+    num_ranks, num_microbatches=3, form="estimate", num_pipelines=1, module_class=Twice, module=(), **settings
+):  # fmt: skip
+    strategy = {"data_parallel": num_pipelines, **settings.pop("strategy", {})}
+    outcomes, _ = check_parity(
+        num_ranks, num_microbatches, num_pipelines, 1e-9, module_class=module_class,
+        module={"form": form, **dict(module)}, strategy=strategy, **settings,
+    )  # fmt: skip
     plan, ranks = outcomes[0].plan, num_ranks // num_pipelines
     assert plan.num_passes == 2
     size = len(plan.stages) // 2
@@ -104,10 +101,14 @@ def test_other_steps_of_two_passes(num_ranks, form):
         assert Backward in kinds(plan, 0)
 
 
-def test_self_conditioning_with_tied_weights_accumulation_and_clipping_in_two_pipelines():
+@pytest.mark.parametrize(
+    ("module_class", "module", "max_steps"), [(Twice, {"tied": True}, 3), (Coin, {}, 2)]
+)
+def test_accumulation_and_clipping_in_two_pipelines(module_class, module, max_steps):
+    trainer = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "max_steps": max_steps}
     check(
-        4, 2, num_pipelines=2, module={"tied": True}, data={"batch_size": 4}, strategy={"num_stages": 2},
-        trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
+        4, 2, num_pipelines=2, module_class=module_class, module=module, data={"batch_size": 4},
+        strategy={"num_stages": 2}, trainer=trainer,
     )  # fmt: skip
 
 
@@ -146,38 +147,18 @@ class OwnCoin(Coin):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_coin_of_a_generator_at_module_level_is_refused_by_its_name(num_ranks):
     """History: every run of the step's code moved it on, on each rank by itself."""
-    settings = Settings(module_class=OwnCoin, strategy={"num_microbatches": 2})
     with pytest.raises(RankError, match=r"draws random numbers from .*test_passes\.COINS, which"):
-        run_ranks(fit, num_ranks, settings, num_ranks)
+        on_ranks(num_ranks, module_class=OwnCoin)
 
 
 @pytest.mark.parametrize("coin", ["calls", "calls_later"])
 def test_a_counter_counts_batches(coin):
     """History: it was run on by every microbatch, on every stage, and not at all before training."""
-    settings = Settings(module_class=Coin, module={"coin": "batch_idx"}, trainer={"max_steps": 4})
-    expected = reference(settings, 3)
-    settings.module = {"coin": coin}
-    settings.strategy = {"num_microbatches": 3}
-    outcomes = run_ranks(fit, 2, settings, 2)
+    options = {"module_class": Coin, "trainer": {"max_steps": 4}}
+    expected = reference(Settings(module={"coin": "batch_idx"}, **options), 3)
+    outcomes = on_ranks(2, module={"coin": coin}, strategy={"num_microbatches": 3}, **options)
     assert_equal_runs(outcomes, expected, 1e-9)
     assert outcomes[0].plan.num_passes == 2
-
-
-@pytest.mark.parametrize("p", [0.0, 1.0])
-def test_a_coin_that_always_falls_alike_is_none(p):
-    settings = Settings(module_class=Coin, module={"p": p}, trainer={"max_steps": 2})
-    expected = reference(settings, 3)
-    settings.strategy = {"num_microbatches": 3}
-    outcomes = run_ranks(fit, 2, settings, 2)
-    assert_equal_runs(outcomes, expected, 1e-9)
-    assert outcomes[0].plan.num_passes == 1 + p
-
-
-def test_a_coin_with_accumulation_clipping_and_two_pipelines():
-    check(
-        4, 2, num_pipelines=2, module_class=Coin, data={"batch_size": 4}, strategy={"num_stages": 2},
-        trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "max_steps": 2},
-    )  # fmt: skip
 
 
 class SometimesMore(TinyDiffusion):
@@ -196,21 +177,21 @@ class SometimesMore(TinyDiffusion):
         return super().denoise(noisy + self.more(noisy) if self.calls_more else noisy, t, text)
 
 
-def test_a_layer_that_both_pipelines_leave_out_stays_as_it_is():
-    """History: it got gradients of zero there, by which weight decay and Adam's moments moved it."""
-    settings = Settings(module_class=SometimesMore, data={"batch_size": 4})
-    expected = reference(settings, 1, 2)
+@pytest.mark.parametrize(
+    ("num_pipelines", "counts", "strategy"),
+    [
+        # History: it got gradients of zero in batches that left it out, by which weight decay moved it.
+        (2, False, {"num_stages": 1, "data_parallel": 2}),
+        # History: it was not called in the first batch, so that no rank was planned to run it.
+        (1, True, {"num_stages": 2, "filling": "none"}),
+    ],
+)
+def test_a_layer_that_is_called_in_some_batches_only(num_pipelines, counts, strategy):
+    _, expected = check_parity(
+        2, 1, num_pipelines, 1e-9, module_class=SometimesMore, module={"counts": counts}, strategy=strategy,
+        data={"batch_size": 4}, trainer={"max_steps": 4},
+    )  # fmt: skip
     assert {"more.weight" in gradients for gradients in expected.gradients} == {True, False}
-    settings.strategy = {"num_stages": 1, "data_parallel": 2, "num_microbatches": 1}
-    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected, 1e-9)
-
-
-def test_a_counter_that_calls_a_layer_in_some_batches_only():
-    """History: it was not called in the first batch, so that no rank was planned to run it."""
-    settings = Settings(module_class=SometimesMore, module={"counts": True})
-    expected = reference(settings, 1)
-    settings.strategy = {"num_stages": 2, "num_microbatches": 1, "filling": "none"}
-    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected, 1e-9)
 
 
 class Listing(Coin):
@@ -227,10 +208,7 @@ def test_what_a_step_keeps_knows_nothing_of_trials(coin):
     """History: a form that was met for the first time put a loss of NaN into such lists."""
     module = Listing(coin).double()
     module.seen = []
-    strategy = quick_strategy(num_stages=1, num_microbatches=3)
-    quiet_trainer(devices=1, strategy=strategy, max_steps=4, max_epochs=-1).fit(
-        module, datamodule=Data()
-    )
+    fit_module(module, strategy={"num_microbatches": 3}, max_steps=4, max_epochs=-1)
     assert len(module.seen) == 4 * 3
     assert all(map(math.isfinite, module.seen))
 
@@ -251,10 +229,7 @@ class Reading(TinyDiffusion):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_step_that_reads_values_between_layers_takes_one_form(num_ranks):
     """History: its form was looked for with NaN in place of layers, of which it could make no whole number."""
-    settings = Settings(module_class=Reading, trainer={"max_steps": 2, "max_epochs": -1})
-    expected = reference(settings, 2)
-    settings.strategy = {"num_stages": num_ranks, "num_microbatches": 2}
-    assert_equal_runs(run_ranks(fit, num_ranks, settings, num_ranks), expected, 1e-9)
+    check_parity(num_ranks, module_class=Reading, strategy={"num_stages": num_ranks})
 
 
 class Counting(TinyDiffusion):
@@ -273,9 +248,8 @@ class Counting(TinyDiffusion):
 
 def test_what_a_step_counts_is_not_counted_where_its_form_is_recognised():
     """History: with one stage the first microbatch of every batch was counted twice."""
-    module = Counting().double()
-    strategy = quick_strategy(num_stages=1, num_microbatches=2)
-    quiet_trainer(devices=1, strategy=strategy).fit(module, datamodule=Data(batch_size=4))
+    module = make(Counting)
+    fit_module(module, data=Data(batch_size=4))
     assert module.seen == [2] * 12
     assert module.num_seen == 12
 
@@ -294,13 +268,10 @@ class Later(Coin):
 
 def trains_a_late_form(num_ranks, max_steps, strategy, **module):
     """Planned with the form of the first batches, and equal to one process."""
-    settings = Settings(**module)
-    settings.trainer = {"max_steps": max_steps, "max_epochs": -1}
-    settings.data = {"batch_size": 4, "size": 56}
-    expected = reference(settings, 4)
-    settings.strategy = {"num_stages": num_ranks, "num_microbatches": 4, **strategy}
-    outcomes = run_ranks(fit, num_ranks, settings, num_ranks)
-    assert_equal_runs(outcomes, expected, 1e-9)
+    outcomes, _ = check_parity(
+        num_ranks, 4, tolerance=1e-9, strategy={"num_stages": num_ranks, **strategy},
+        trainer={"max_steps": max_steps}, data={"batch_size": 4, "size": 56}, **module,
+    )  # fmt: skip
     assert outcomes[0].plan.num_passes == 1
 
 
@@ -356,13 +327,11 @@ def test_a_late_form_that_begins_with_all_calls_of_a_known_one(
 
 def test_a_late_form_of_a_step_that_reads_its_loss_is_named_with_its_line():
     """Nothing would be read there before its layers have run."""
-    strategy = quick_strategy(num_stages=1, num_microbatches=1)
-    trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=4, max_epochs=-1)
     complaint = (
         r"tiny\.py:\d+ calls encoder as layer call (\d+), where its form has \1 .*first batches"
     )
     with pytest.raises(GraphError, match=complaint):
-        trainer.fit(SecondLoss(reads=True).double(), datamodule=Data())
+        fit_module(make(SecondLoss, reads=True), strategy={"num_microbatches": 1}, max_steps=4)
 
 
 class Scored(TinyDiffusion):
@@ -380,10 +349,8 @@ class Scored(TinyDiffusion):
 
 
 def test_what_follows_the_last_layer_is_left_alone_where_forms_are_recognised():
-    module, recorder = Scored().double(), Recorder()
-    strategy = quick_strategy(num_stages=1, num_microbatches=1)
-    options = {"strategy": strategy, "callbacks": [recorder], "max_epochs": 1}
-    quiet_trainer(devices=1, **options).fit(module, datamodule=Data(batch_size=4))
+    module, recorder = make(Scored), Recorder()
+    fit_module(module, 1, Data(batch_size=4), {"num_microbatches": 1}, callbacks=[recorder])
     assert module.seen == [4] * len(recorder.losses)
     assert float(module.score.compute()) == pytest.approx(sum(recorder.losses))
 
@@ -402,28 +369,27 @@ class ManyForms(TinyDiffusion):
         return super().denoise(noisy, t, text)
 
 
-def test_a_step_of_three_forms():
-    settings = Settings(module_class=ManyForms, trainer={"max_steps": 3})
-    expected = reference(settings, 4)
-    settings.strategy = {"num_microbatches": 4}
-    outcomes = run_ranks(fit, 2, settings, 2)
-    assert_equal_runs(outcomes, expected, 1e-9)
-    assert outcomes[0].plan.num_passes == 3
+@pytest.mark.parametrize(
+    ("module_class", "module", "num_passes"),
+    [
+        (Coin, {"p": 0.0}, 1),  # a coin that always falls alike is none
+        (Coin, {"p": 1.0}, 2),
+        (ManyForms, {}, 3),
+    ],
+)
+def test_as_many_passes_are_planned_as_there_are(module_class, module, num_passes):
+    outcomes, _ = check_parity(2, 4, tolerance=1e-9, module_class=module_class, module=module)
+    assert outcomes[0].plan.num_passes == num_passes
 
 
 def test_more_forms_than_can_be_planned_are_refused():
-    module = ManyForms(sides=12).double()
-    strategy = quick_strategy(num_stages=1, num_microbatches=1)
     with pytest.raises(GraphError, match=r"takes 1[0-2] forms.* 8 can be planned.*fewer coins"):
-        quiet_trainer(devices=1, strategy=strategy, max_steps=1).fit(module, datamodule=Data())
+        fit_module(make(ManyForms, sides=12), strategy={"num_microbatches": 1}, max_steps=1)
 
 
 def train(rank, world_size, epochs, save=None, load=None, module_class=Twice):
-    settings = Settings(module_class=module_class)
-    strategy = quick_strategy(num_stages=world_size, num_microbatches=2)
-    trainer = quiet_trainer(devices=world_size, strategy=strategy, max_epochs=epochs)
-    module = build(settings)
-    trainer.fit(module, datamodule=Data(size=12), ckpt_path=load)
+    module = make(module_class)
+    trainer = fit_module(module, world_size, Data(size=12), ckpt_path=load, max_epochs=epochs)
     if save:
         trainer.save_checkpoint(save)
     return weights_of(module)

@@ -8,19 +8,21 @@ import time
 import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_diffpipe.callbacks import PipelineMonitor
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.planning.schedule import Placement
-from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
-from tests.distributed.tiny import Data, Samples
+from tests.distributed.scenarios import fit_module, make
+from tests.distributed.tiny import Data, Samples, Stream, TinyDiffusion
 from tests.ranks import RankError, run_ranks
 from tests.rows import row
 
+pytestmark = pytest.mark.distributed
 TIMEOUT_S, BUSY_S = 6.0, 8.0  # a busy machine may take seconds for a message
 LIMIT_S = 13.0  # a wait is long after ten seconds
+SIDE_BY_SIDE = {"num_stages": 1, "data_parallel": 2}
 
 
 class Busy(L.Callback):
@@ -36,25 +38,19 @@ class Busy(L.Callback):
         self.was_busy = True
 
 
-class Stream(IterableDataset):
-    """Samples of which nobody knows how many there are."""
-
-    def __iter__(self):
-        samples = Samples(12)
-        return (samples[index] for index in range(12))
+def fit(module=TinyDiffusion, num_ranks=2, data=Data, strategy=(), **options):
+    strategy = {"num_replicas": 1, "timeout_s": TIMEOUT_S, **dict(strategy)}
+    return fit_module(module, num_ranks, data, strategy, **options)
 
 
 def fit_while_rank_0_is_busy(rank, hook):
     callbacks = [Busy(hook), PipelineMonitor(every_n_steps=1, progress_bar=False)]
-    strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2, timeout_s=TIMEOUT_S)
-    trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=callbacks, max_epochs=2)
-    data = {"train_dataloaders": DataLoader(Stream(), 6), "val_dataloaders": Data().loader(12)}
-    trainer.fit(build(Settings()), **data)
+    loaders = {"data": DataLoader(Stream(Samples(12)), 6), "val_dataloaders": Data().loader(12)}
+    trainer = fit(callbacks=callbacks, max_epochs=2, **loaders)
     return callbacks[0].was_busy, trainer.global_step
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     "hook",
     [
@@ -75,21 +71,17 @@ def slow_compiler(graph, inputs):
 
 
 def fit_compiled_blocks(rank):
-    module = build(Settings(module={"num_blocks": 6}))
+    module = make(num_blocks=6)
     for block in module.blocks:
         block.compile(backend=slow_compiler)
-    strategy = quick_strategy(num_stages=3, num_replicas=1, num_microbatches=2, timeout_s=TIMEOUT_S)
-    trainer = quiet_trainer(devices=3, strategy=strategy, max_epochs=1)
-    trainer.fit(module, Data().loader(12))
-    return trainer.global_step
+    return fit(module, 3, Data().loader(12)).global_step
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("num_ranks", [row(3)])
-def test_stages_that_compile_one_after_the_other_are_waited_for(num_ranks):
+@pytest.mark.table
+def test_stages_that_compile_one_after_the_other_are_waited_for():
     """History: the last stage missed the first one in the first step, when the second had compiled as well."""
-    assert min(run_ranks(fit_compiled_blocks, num_ranks)) > 0
+    assert min(run_ranks(fit_compiled_blocks, 3)) > 0
 
 
 class SlowAtTheEnd(Samples):
@@ -102,16 +94,11 @@ class SlowAtTheEnd(Samples):
 
 
 def fit_while_a_pipeline_loads(rank):
-    strategy = quick_strategy(
-        num_stages=1, num_replicas=1, data_parallel=2, num_microbatches=2, timeout_s=TIMEOUT_S
-    )
-    trainer = quiet_trainer(devices=2, strategy=strategy, use_distributed_sampler=True)
-    samples = SlowAtTheEnd(24)
-    trainer.fit(build(Settings()), DataLoader(samples, 6, shuffle=False))
+    loader = DataLoader(SlowAtTheEnd(24), 6, shuffle=False)
+    fit(data=loader, strategy=SIDE_BY_SIDE, use_distributed_sampler=True)
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_a_pipeline_that_loads_for_too_long_is_named():
     """History: where it was waited for first, before a step, the others ended in gloo's own error."""
     with pytest.raises(RankError, match="ranks failed") as caught:
@@ -155,13 +142,10 @@ class OnOneRank(L.Callback):
 
 def fit_with_a_collective_of_one_rank(rank, hook, act, folder):
     os.dup2(os.open(f"{folder}/screen", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-    strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2, timeout_s=TIMEOUT_S)
-    trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[OnOneRank(hook, act)])
-    trainer.fit(build(Settings()), datamodule=Data())
+    fit(callbacks=[OnOneRank(hook, act)])
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("hook", "act"),
     [
@@ -211,19 +195,15 @@ class Stuck(L.Callback):
 
 def fit_with_a_stuck_rank(rank, where, stuck_rank, how, folder):
     os.dup2(os.open(f"{folder}/screen", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-    strategy = quick_strategy(
-        num_stages=2, num_replicas=1, num_microbatches=2, timeout_s=TIMEOUT_S, busy_timeout_s=LIMIT_S
-    )  # fmt: skip
-    data, callbacks = Data(), []
+    data, callbacks = Data, []
     if where == "the data":
         data = DataLoader(StuckSamples(24), 6, shuffle=False)
     else:
         callbacks = [Stuck(where, stuck_rank, how)]
-    quiet_trainer(devices=2, strategy=strategy, callbacks=callbacks).fit(build(Settings()), data)
+    fit(data=data, strategy={"busy_timeout_s": LIMIT_S}, callbacks=callbacks)
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("where", "rank", "how"),
     [
@@ -247,7 +227,7 @@ def test_a_rank_that_is_stuck_between_steps_is_named_with_the_place(where, rank,
     assert re.search(rf"rank {1 - rank} \(\w+.*\) lost {why}", str(caught.value))
 
 
-class SlowlyValidated(Settings().module_class):
+class SlowlyValidated(TinyDiffusion):
     """Rank 1 takes longer for all its batches than a rank may be busy, and not for any of them."""
 
     def validation_step(self, *batch):
@@ -257,17 +237,14 @@ class SlowlyValidated(Settings().module_class):
 
 
 def fit_while_a_pipeline_validates_slowly(rank):
-    strategy = quick_strategy(
-        num_stages=1, num_replicas=1, num_microbatches=2, timeout_s=TIMEOUT_S, busy_timeout_s=LIMIT_S
-    )  # fmt: skip
-    trainer = quiet_trainer(devices=2, strategy=strategy, use_distributed_sampler=True)
-    module = build(Settings(module_class=SlowlyValidated))
-    trainer.fit(module, Data().loader(12), Data().loader(48))
-    return trainer.global_step
+    loaders = {"data": Data().loader(12), "val_dataloaders": Data().loader(48)}
+    strategy = {**SIDE_BY_SIDE, "busy_timeout_s": LIMIT_S}
+    return fit(
+        SlowlyValidated, 2, strategy=strategy, use_distributed_sampler=True, **loaders
+    ).global_step
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("num_ranks", [row(2)])
-def test_a_rank_that_goes_on_is_waited_for_for_as_long_as_it_does(num_ranks):
-    assert min(run_ranks(fit_while_a_pipeline_validates_slowly, num_ranks)) > 0
+@pytest.mark.table
+def test_a_rank_that_goes_on_is_waited_for_for_as_long_as_it_does():
+    assert min(run_ranks(fit_while_a_pipeline_validates_slowly, 2)) > 0

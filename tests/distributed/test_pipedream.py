@@ -17,7 +17,7 @@ from lightning_diffpipe import EMA, PipelineMonitor
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.rng import derived_seed
-from tests.distributed.scenarios import assert_close, quick_strategy, quiet_trainer, weights_of
+from tests.distributed.scenarios import assert_close, fit_module, make, weights_of
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
 from tests.ranks import run_in_turn, run_ranks
 from tests.rows import row
@@ -67,22 +67,23 @@ class Watch(L.Callback):
         self.empty_when_validating.append(trainer.strategy.pipeline.engine.is_empty)
 
 
-def fit(rank, world_size, strategy, trainer, save=None, load=None, stop=None):
-    torch.manual_seed(3)
-    module, watch = Chain().double(), Watch(save, stop)
-    strategy = quick_strategy(**{"num_stages": world_size, "seed": SEED, **strategy})
-    options = {"max_epochs": 2, "limit_val_batches": 0, **trainer}
+def fit(rank, world_size, strategy, trainer=(), save=None, load=None, stop=None, data=None):
+    module, watch = make(Chain), Watch(save, stop)
+    data = data or {
+        "data": DataLoader(Samples(30), 6),
+        "val_dataloaders": DataLoader(Samples(6), 6),
+    }
+    options = {"max_epochs": 2, "limit_val_batches": 0, **dict(trainer)}
     options["callbacks"] = [watch, *options.get("callbacks", [])]
-    trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
-    trainer.fit(module, DataLoader(Samples(30), 6), DataLoader(Samples(6), 6), ckpt_path=load)
+    strategy = {"num_microbatches": 1, "seed": SEED, **strategy}
+    trainer = fit_module(module, world_size, strategy=strategy, ckpt_path=load, **data, **options)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return weights_of(module), watch, metrics
 
 
 def formula(outcomes, schedule, microbatches, drains, epochs=2, kind=Formula):
     """The weights at the end, and the losses, of training that is drained after some steps."""
-    torch.manual_seed(3)
-    root = Chain().double()
+    root = make(Chain)
     stage_of = {name: stage for stage, (_, watch, _) in enumerate(outcomes) for name in watch.names}
     delays = [DELAYS[schedule](stage, len(outcomes)) for stage in range(len(outcomes))]
     emulated = kind(root, stage_of, delays, adam, microbatches)
@@ -95,15 +96,19 @@ def formula(outcomes, schedule, microbatches, drains, epochs=2, kind=Formula):
     return weights_of(emulated.root), losses
 
 
+def assert_weights(outcomes, expected):
+    for weights, _, _ in outcomes:
+        for name, value in expected.items():
+            assert_close(weights[name], value, 1e-10, name)
+
+
 def check(world_size, schedule, drains=(5, 10), strategy=None, **options):
     microbatches = world_size - 1 if schedule == "pipedream_2bw" else 1
     strategy = {"schedule": schedule, "num_microbatches": microbatches, **(strategy or {})}
     trainer = options.pop("trainer", {})
     outcomes = run_ranks(fit, world_size, world_size, strategy, trainer, *options.values())
     expected, losses = formula(outcomes, schedule, microbatches, drains)
-    for weights, _, _ in outcomes:
-        for name, value in expected.items():
-            assert_close(weights[name], value, 1e-10, name)
+    assert_weights(outcomes, expected)
     return outcomes, losses
 
 
@@ -134,8 +139,8 @@ def test_verifying_the_step_changes_nothing():
 def test_pipelines_side_by_side_step_together():
     """Two pipelines of two ranks: gradients of a batch are means over both; each sees every other sample."""
     strategy = {"schedule": "pipedream", "num_stages": 2, "data_parallel": 2, "num_replicas": 1}
-    outcomes = run_ranks(fit_side_by_side, 4, strategy)
-    torch.manual_seed(3)
+    data = {"data": Data(size=24, batch_size=3)}
+    outcomes = run_ranks(fit, 4, 4, strategy, {"max_epochs": 1}, None, None, None, data)
     stage_of = {name: stage for stage in (0, 1) for name in outcomes[stage][1].names}
 
     class Both(Formula):
@@ -149,22 +154,10 @@ def test_pipelines_side_by_side_step_together():
                 found = found + self.root.training_step(part, 0) / 2
             return found
 
-    emulated = Both(Chain().double(), stage_of, [1, 0], adam, 1)
+    emulated = Both(make(Chain), stage_of, [1, 0], adam, 1)
     for index, batch in enumerate(DataLoader(Samples(24), 6)):
         emulated.train(batch, index)
-    expected = weights_of(emulated.root)
-    for weights, _, _ in outcomes:
-        for name, value in expected.items():
-            assert_close(weights[name], value, 1e-10, name)
-
-
-def fit_side_by_side(rank, strategy):
-    torch.manual_seed(3)
-    module, watch = Chain().double(), Watch()
-    strategy = quick_strategy(**{"seed": SEED, **strategy})
-    trainer = quiet_trainer(devices=4, strategy=strategy, callbacks=[watch], limit_val_batches=0)
-    trainer.fit(module, datamodule=Data(size=24, batch_size=3))
-    return weights_of(module), watch, {}
+    assert_weights(outcomes, weights_of(emulated.root))
 
 
 def test_going_on_from_a_checkpoint_equals_a_run_that_drained_there(tmp_path):
@@ -198,9 +191,8 @@ def test_a_validation_sees_drained_weights():
             torch.nn.utils.clip_grad_value_(self.parameters.values(), 1e-3)
 
     expected, _ = formula(outcomes, "pipedream", 1, (2, 4, 5), 1, Clipped)
-    for weights, watch, metrics in outcomes:
-        for name, value in expected.items():
-            assert_close(weights[name], value, 1e-10, name)
+    assert_weights(outcomes, expected)
+    for _, watch, metrics in outcomes:
         assert metrics["val/loss"] > 0
         assert watch.empty_when_validating == [True, True], "callbacks come before the strategy"
 
@@ -239,8 +231,10 @@ def test_what_needs_all_stages_at_a_time_is_refused():
 
 
 def refusal(rank, trainer, module):
-    strategy = quick_strategy(num_stages=2, schedule="pipedream")
-    trainer = quiet_trainer(devices=2, strategy=strategy, limit_val_batches=0, **trainer)
+    strategy, loader = (
+        {"schedule": "pipedream", "num_microbatches": "auto"},
+        DataLoader(Samples(12), 6),
+    )
     with pytest.raises(ConfigurationError) as refused:
-        trainer.fit(Chain(**module).double(), DataLoader(Samples(12), 6))
+        fit_module(make(Chain, **module), 2, loader, strategy, limit_val_batches=0, **trainer)
     return str(refused.value)

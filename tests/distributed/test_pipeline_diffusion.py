@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from lightning_diffpipe.callbacks import EncodingCache
 from lightning_diffpipe.modules import Lora, Noise, Optimization
-from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
+from tests.distributed.scenarios import Settings, check_parity, fit
 from tests.distributed.tiny import Images, TinyPipeline
 from tests.predictor import tiny_pipelines
 from tests.ranks import run_ranks
@@ -35,16 +35,10 @@ class Tiny(TinyPipeline):
 )
 def test_it_learns_what_one_process_learns(name, world_size, schedule):
     """Noise and loss are computed in single precision, so that rounding may differ once in a while."""
-    settings = Settings(
-        module={"name": name},
-        module_class=Tiny,
-        data_class=Images,
-        trainer={"max_steps": 3, "max_epochs": -1},
-    )
-    expected = reference(settings, 3)
-    settings.strategy = {"num_stages": world_size, "num_microbatches": 3, "schedule": schedule}
-    outcomes = run_ranks(fit, world_size, settings, world_size)
-    assert_equal_runs(outcomes, expected, 1e-6)
+    outcomes, expected = check_parity(
+        world_size, 3, tolerance=1e-6, module={"name": name}, module_class=Tiny, data_class=Images,
+        strategy={"num_stages": world_size, "schedule": schedule},
+    )  # fmt: skip
     assert {n.partition(".")[0] for n in expected.gradients[0]} == {
         "transformer" if name == "flux" else "unet"
     }
@@ -57,15 +51,20 @@ def test_it_learns_what_one_process_learns(name, world_size, schedule):
     assert encoders >= {"vae", "text_encoder", "text_encoder_2"}
 
 
+def set_adapters(module):
+    """Adapters that do something from the start."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in module.named_parameters():
+        if ".lora_" in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
 class Experts(TinyPipeline):
-    """Wan 2.2, whose images are videos of a few frames; adapters do something from the start."""
+    """Wan 2.2, whose images are videos of a few frames."""
 
     def __init__(self, lora):
         super().__init__("wan_experts", lora=Lora(rank=2) if lora else None)
-        generator = torch.Generator().manual_seed(1)
-        for name, parameter in self.named_parameters():
-            if ".lora_" in name:
-                parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+        set_adapters(self)
         self.double()
 
     def losses(self, batch, generator=None):
@@ -85,30 +84,21 @@ class Experts(TinyPipeline):
     ],
 )
 def test_both_experts_learn_what_they_learn_in_one_process(lora, world_size, strategy):
-    settings = Settings(
-        module={"lora": lora},
-        module_class=Experts,
-        data_class=Images,
-        trainer={"max_steps": 3, "max_epochs": -1},
-    )
-    expected = reference(settings, 3)
-    settings.strategy = {"num_microbatches": 3, **strategy}
-    outcomes = run_ranks(fit, world_size, settings, world_size)
-    assert_equal_runs(outcomes, expected, 1e-6)
+    _, expected = check_parity(
+        world_size, 3, tolerance=1e-6, module={"lora": lora}, module_class=Experts, data_class=Images,
+        strategy=strategy,
+    )  # fmt: skip
     assert {n.partition(".")[0] for n in expected.gradients[0]} == {"transformer", "transformer_2"}
     assert all(g.abs().max() > 0 for g in expected.gradients[0].values())
 
 
 class Clips(Animating):
-    """Clips whose frames are an image that moves; adapters do something from the start."""
+    """Clips whose frames are an image that moves."""
 
     def __init__(self, kind, lora):
         optimization = Optimization(lr=1e-2, warmup_steps=1)
         super().__init__(kind, lora=Lora(rank=2) if lora else None, optimization=optimization)
-        generator = torch.Generator().manual_seed(1)
-        for name, parameter in self.named_parameters():
-            if ".lora_" in name:
-                parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+        set_adapters(self)
 
     def losses(self, batch, generator=None):
         image = F.interpolate(batch["image"].double(), (32, 32))
@@ -128,17 +118,11 @@ class Clips(Animating):
 )
 def test_clips_begin_with_an_image_as_in_one_process(kind, lora):
     """Wan 2.1 rounds more in its own single precision; in double its stages are exact (`tests/modules`)."""
-    settings = Settings(
-        module={"kind": kind, "lora": lora},
-        module_class=Clips,
-        data_class=Images,
-        trainer={"max_steps": 3, "max_epochs": -1},
-    )
-    expected = reference(settings, 3)
     for num_stages in (1, 2):
-        settings.strategy = {"num_stages": num_stages, "num_microbatches": 3}
-        outcomes = run_ranks(fit, num_stages, settings, num_stages)
-        assert_equal_runs(outcomes, expected, 1e-6)
+        _, expected = check_parity(
+            num_stages, 3, tolerance=1e-6, module={"kind": kind, "lora": lora}, module_class=Clips,
+            data_class=Images, strategy={"num_stages": num_stages},
+        )  # fmt: skip
     assert all(g.abs().max() > 0 for g in expected.gradients[-1].values())
 
 

@@ -7,10 +7,9 @@ import transformers
 from torch.utils.data import Dataset
 
 from examples import porting
-from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
+from tests.distributed.scenarios import check_parity
 from tests.distributed.tiny import Data, Pairs, subject_first
 from tests.modules.tiny_parts import tiny_unet, tiny_vae
-from tests.ranks import run_ranks
 from tests.rows import row
 from tests.zoo.case import perturb
 
@@ -122,13 +121,7 @@ class PairData(ImageData):
 )
 def test_two_ranks_train_as_one_process(module_class):
     data_class = PairData if module_class is DreamBoothLoRA else ImageData
-    settings = Settings(
-        module_class=module_class,
-        data_class=data_class,
-        data={"batch_size": 4},
-        trainer={"max_steps": 3, "max_epochs": -1},
-    )
-    expected = reference(settings, 2)
-    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
-    outcomes = run_ranks(fit, 2, settings, 2)
-    assert_equal_runs(outcomes, expected, 1e-9)
+    check_parity(
+        2, tolerance=1e-9, module_class=module_class, data_class=data_class, data={"batch_size": 4},
+        strategy={"num_stages": 2},
+    )  # fmt: skip

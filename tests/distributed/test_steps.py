@@ -15,7 +15,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lightning_diffpipe.errors import ConfigurationError
 from tests.command import ROOT
-from tests.distributed.scenarios import Settings, build, fit, quick_strategy, quiet_trainer
+from tests.distributed.scenarios import Settings, fit, fit_module, make, on_ranks
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import run_in_turn, run_ranks
 
@@ -87,14 +87,10 @@ class LogsOverRanks(TinyDiffusion):
 
 
 def test_logging_over_ranks_is_the_cure():
-    strategy = {"num_stages": 2, "num_replicas": 1, "num_microbatches": 2}
-    settings = Settings(
-        module_class=LogsOverRanks,
-        strategy=strategy,
-        data={"batch_size": 3},
+    outcomes = on_ranks(
+        4, module_class=LogsOverRanks, strategy={"num_stages": 2, "num_replicas": 1}, data={"batch_size": 3},
         trainer={"max_steps": 2},
-    )
-    outcomes = run_ranks(fit, 4, settings, 4)
+    )  # fmt: skip
     last = [outcome.losses[-1] for outcome in outcomes]
     assert last[0] == last[1] != last[2]
     for outcome in outcomes:
@@ -161,12 +157,10 @@ class Measures(TinyDiffusion):
         self.epochs.append({n: float(v) for n, v in self.trainer.callback_metrics.items()})
 
 
-def measured(rank, world_size, options, batch_size, path=None):
-    """Metrics of every epoch, what checkpoints would hold after every batch, and what one holds."""
-    module = build(Settings(module_class=Measures))
-    distributed = {"strategy": quick_strategy(**options)} if options else {}
-    trainer = quiet_trainer(devices=world_size, max_epochs=3, limit_val_batches=0, **distributed)
-    trainer.fit(module, datamodule=Data(size=24, batch_size=batch_size))
+def measured(rank, world_size, options, batch_size):
+    """Metrics of every epoch, and what checkpoints would hold after every batch."""
+    module, data = make(Measures), Data(size=24, batch_size=batch_size)
+    trainer = fit_module(module, world_size, data, options, max_epochs=3, limit_val_batches=0)
     final = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return [*module.epochs[1:], final], module.saved
 
@@ -183,7 +177,7 @@ def test_metric_objects_are_logged_as_in_one_process(options):
     """History: one was refused in the first step, on the last rank; the others waited for it."""
     pipelines = options.get("data_parallel", 1)
     world_size = 2 * pipelines if pipelines > 1 else sum(options.get("num_replicas", (1, 1)))
-    alone, saved = measured(0, 1, None, 6)
+    alone, saved = measured(0, 0, (), 6)
     ranks = run_ranks(measured, world_size, world_size, options, 6 // pipelines)
     for epochs, _ in ranks:
         for found, expected in zip(epochs, alone, strict=True):
@@ -194,38 +188,33 @@ def test_metric_objects_are_logged_as_in_one_process(options):
     assert saved[5]["error.samples"] == 12, "not reset after an epoch of four batches"
 
 
-def resumed(rank, world_size, path, options):
-    """Goes on in the middle of an epoch, or begins one; returns what that epoch gave."""
-    module = build(Settings(module_class=Measures))
-    distributed = {"strategy": quick_strategy(**options)} if options else {}
-    trainer = quiet_trainer(devices=world_size, max_epochs=1, limit_val_batches=0, **distributed)
-    trainer.fit(module, datamodule=Data(size=24, batch_size=6), ckpt_path=path)
-    return float(trainer.callback_metrics["train/error_epoch"])
-
-
 class SavesInside(Measures):
+    """Saves in the middle of its epoch, if it is told where."""
+
+    path = None
+
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        if batch_idx == 1:
+        if batch_idx == 1 and self.path:
             self.trainer.save_checkpoint(self.path)
 
 
-def saves(rank, world_size, path, options):
-    module = build(Settings(module_class=SavesInside))
-    module.path = path
-    distributed = {"strategy": quick_strategy(**options)} if options else {}
-    trainer = quiet_trainer(devices=world_size, limit_val_batches=0, **distributed)
-    trainer.fit(module, datamodule=Data(size=24, batch_size=6))
+def error_of_epoch(rank, world_size, save, load):
+    """What an epoch gives, which begins or goes on in its middle."""
+    module = make(SavesInside)
+    module.path = save
+    strategy = {"num_microbatches": 3}
+    trainer = fit_module(
+        module, world_size, Data(size=24), strategy, load, max_epochs=1, limit_val_batches=0
+    )
     return float(trainer.callback_metrics["train/error_epoch"])
 
 
 def test_metrics_go_on_from_checkpoints_and_count_once(tmp_path):
-    options = {"num_stages": 2, "num_microbatches": 3}
-    run_ranks(saves, 2, 2, str(tmp_path / "inside.ckpt"), options)
-    state = torch.load(tmp_path / "inside.ckpt", weights_only=False)["state_dict"]
-    assert state["error.samples"] == 12
-    alone = resumed(0, 1, None, None)
-    again = run_ranks(resumed, 2, 2, str(tmp_path / "inside.ckpt"), options)
-    assert again == pytest.approx([alone, alone])
+    path = str(tmp_path / "inside.ckpt")
+    run_ranks(error_of_epoch, 2, 2, path, None)
+    assert torch.load(path, weights_only=False)["state_dict"]["error.samples"] == 12
+    alone = error_of_epoch(0, 0, None, None)
+    assert run_ranks(error_of_epoch, 2, 2, None, path) == pytest.approx([alone, alone])
 
 
 class LogsForeign(TinyDiffusion):
@@ -251,15 +240,6 @@ def test_a_metric_that_nobody_else_has_is_refused_on_all_ranks():
     run_ranks(refuses_foreign, 2)
 
 
-def fit_alone(module, trainer=None, data=None, **options):
-    """Trains in this process."""
-    trainer = quiet_trainer(
-        **{"devices": 1, "max_steps": 2, "strategy": quick_strategy(**options), **(trainer or {})}
-    )
-    trainer.fit(module.double(), datamodule=Data(**(data or {})))
-    return trainer
-
-
 class CopiesCallbacks(L.Callback):
     def on_fit_start(self, trainer, pl_module):
         self.copied = copy.deepcopy(trainer.callbacks)
@@ -268,8 +248,7 @@ class CopiesCallbacks(L.Callback):
 def test_callbacks_are_copied_when_training_starts():
     """History: a progress bar knows its trainer, and that groups of processes, which cannot be copied."""
     callback = CopiesCallbacks()
-    trainer = {"callbacks": [callback], "enable_progress_bar": True}
-    trainer = fit_alone(TinyDiffusion(), trainer, num_stages=1)
+    trainer = fit_module(max_steps=2, callbacks=[callback], enable_progress_bar=True)
     assert [type(c) for c in callback.copied] == [type(c) for c in trainer.callbacks]
 
 
@@ -284,10 +263,12 @@ class NormedFeatures(TinyDiffusion):
 @pytest.mark.parametrize("profile", ["measure", "flops"])
 def test_batch_norms_get_two_samples(profile):
     """History: layers were timed on one sample, which torch refused: "Expected more than 1 value per channel"."""
-    trainer = fit_alone(NormedFeatures(), profile=profile, data={"batch_size": 4})
+    strategy = {"profile": profile, "num_stages": "auto"}
+    data, auto = Data(batch_size=4), {"num_microbatches": "auto"}
+    trainer = fit_module(NormedFeatures, 1, data, {**strategy, **auto}, max_steps=2)
     assert trainer.global_step == 2
     with pytest.raises(ConfigurationError, match=r"need two\. Use at most 2"):
-        fit_alone(NormedFeatures(), profile=profile, num_microbatches=4, data={"batch_size": 4})
+        fit_module(NormedFeatures, 1, data, {**strategy, "num_microbatches": 4}, max_steps=2)
 
 
 class CountsCalls(TinyDiffusion):
@@ -315,8 +296,9 @@ class CountsCalls(TinyDiffusion):
 
 
 def test_runs_before_training_do_not_count():
-    module = CountsCalls()
-    fit_alone(module, profile="measure", num_microbatches=1, num_stages=1, verify=True)
+    module = make(CountsCalls)
+    strategy = {"profile": "measure", "num_microbatches": 1, "verify": True}
+    fit_module(module, strategy=strategy, max_steps=2)
     assert module.calls == len(module.seen) == module.started == 2
 
 

@@ -4,30 +4,31 @@ import pytest
 import torch
 
 from lightning_diffpipe.graph.placement import is_placeholder, stored_value
-from tests.distributed.scenarios import Settings, assert_equal_runs, build, fit, reference
+from tests.distributed.scenarios import Settings, build, check_parity, fit
 from tests.distributed.stored import LINUX, Opened
 from tests.distributed.tiny import Images
 from tests.predictor import tiny_pipelines as tiny
-from tests.ranks import run_ranks
 from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
 
 def fit_and_look(rank, settings, world_size):
-    """What a run leaves, types by component, and which frozen weights are mapped from their files after it."""
-    own = []
+    """Notes types by component, and which frozen weights are mapped from their files after the run."""
+    module = None
 
     class Kept(settings.module_class):
         def teardown(self, stage):
-            own[:] = [self]
+            nonlocal module
+            module = self
 
     settings.module_class = Kept
     outcome = fit(rank, settings, world_size)
-    named = dict(own[0].named_parameters())
-    types = {(n.partition(".")[0], p.requires_grad): p.dtype for n, p in named.items()}
-    mapped = {n: stored_value(p) is not None for n, p in named.items() if not p.requires_grad}
-    return outcome, types, mapped
+    named = dict(module.named_parameters())
+    outcome.types = {(n.partition(".")[0], p.requires_grad): p.dtype for n, p in named.items()}
+    frozen = {n: p for n, p in named.items() if not p.requires_grad}
+    outcome.mapped = {n: stored_value(p) is not None for n, p in frozen.items()}
+    return outcome
 
 
 @LINUX
@@ -49,28 +50,22 @@ def test_frozen_weights_keep_their_type(name, precision, lora, tmp_path):
     """History: each rank read every component in float32, and at the end of training got copies of all others."""
     folder = str(tmp_path / name)
     tiny.build(name, tmp_path / "parts").to(torch.bfloat16).save_pretrained(folder)
-    settings = Settings(
-        module={"folder": folder, "lora": lora},
-        module_class=Opened,
-        data_class=Images,
-        trainer={"max_steps": 3, "max_epochs": -1, "precision": precision},
-    )
-    expected = reference(settings, 2)
-    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
-    outcomes, types, mapped = zip(*run_ranks(fit_and_look, 2, settings, 2), strict=True)
+    settings = {"module": {"folder": folder, "lora": lora}, "module_class": Opened}
     # AdamW makes a whole step of a gradient that rounding has given the other sign.
-    assert_equal_runs(outcomes, expected, 0.1 if precision == "bf16-true" else 1e-3)
+    outcomes, _ = check_parity(
+        2, tolerance=0.1 if precision == "bf16-true" else 1e-3, run=fit_and_look, data_class=Images,
+        trainer={"precision": precision}, strategy={"num_stages": 2}, **settings,
+    )  # fmt: skip
     half = torch.bfloat16
     denoiser = "transformer" if name == "flux" else "unet"
-    for rank in range(2):
-        assert types[rank][denoiser, True] == (half if precision == "bf16-true" else torch.float32)
-        assert types[rank]["text_encoder", False] == half
-        assert types[rank]["vae", False] == (half if precision == "bf16-true" else torch.float32)
-        elsewhere = {n for n, is_mapped in mapped[rank].items() if not is_mapped}
-        assert {n.partition(".")[0] for n in elsewhere} <= {"vae"}
-    frozen = dict(build(settings).named_parameters())
+    frozen = dict(build(Settings(**settings)).named_parameters())
     for outcome in outcomes:
-        for n in mapped[0]:
+        trained = half if precision == "bf16-true" else torch.float32
+        assert outcome.types[denoiser, True] == outcome.types["vae", False] == trained
+        assert outcome.types["text_encoder", False] == half
+        elsewhere = {n for n, is_mapped in outcome.mapped.items() if not is_mapped}
+        assert {n.partition(".")[0] for n in elsewhere} <= {"vae"}
+        for n in outcomes[0].mapped:
             assert torch.equal(outcome.weights[n], frozen[n].to(outcome.weights[n].dtype)), n
 
 
@@ -117,12 +112,7 @@ def test_weights_that_are_written_are_not_taken_from_their_file(module_class, tm
     """Trained ones stored in float32 are mapped as well, and written in place; users may write frozen ones."""
     folder = str(tmp_path / "flux")
     tiny.build("flux", tmp_path / "parts").save_pretrained(folder)
-    settings = Settings(
-        module={"folder": folder, "lora": module_class is not Unseen},
-        module_class=module_class,
-        data_class=Images,
-        trainer={"max_steps": 2, "max_epochs": -1},
-    )
-    expected = reference(settings, 2)
-    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
-    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected, 1e-4)
+    check_parity(
+        2, tolerance=1e-4, module={"folder": folder, "lora": module_class is not Unseen},
+        module_class=module_class, data_class=Images, strategy={"num_stages": 2}, trainer={"max_steps": 2},
+    )  # fmt: skip

@@ -12,7 +12,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_diffpipe.data.captioned import collate
 from lightning_diffpipe.modules import Optimization, PipelineDiffusion
@@ -279,6 +279,16 @@ class Samples(Dataset):
         return {"image": self.images[index], "text": self.text[index]}
 
 
+class Stream(IterableDataset):
+    """The samples of a data set, without telling how many there are."""
+
+    def __init__(self, samples, order=None):
+        self.samples, self.order = samples, order or range(len(samples))
+
+    def __iter__(self):
+        return (self.samples[index] for index in self.order)
+
+
 class Data(L.LightningDataModule):
     """Samples in order, shared out over data-parallel pipelines as the strategy asks."""
 
@@ -303,6 +313,26 @@ class Data(L.LightningDataModule):
     test_dataloader = val_dataloader
 
 
+class Reds(L.LightningModule):
+    """Learns the mean colours of images, with noise; notes their captions by batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        colours = batch["image"].mean((2, 3)).to(self.first.weight.dtype)
+        guess = self.second(self.first(colours).tanh())
+        return (guess - torch.rand_like(colours)).square().mean()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen.append(batch["caption"])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.1)
+
+
 class Pairs(Dataset):
     """An image of the subject and one of its class."""
 
@@ -325,13 +355,21 @@ def subject_first(pairs):
 class Images(L.LightningDataModule):
     """Made-up images and captions, in order."""
 
-    batch_size = 6
+    resolution = 32
+
+    def __init__(self, batch_size=6):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def samples(self):
+        generator = torch.Generator().manual_seed(1)
+        for index in range(18):
+            size = (3, self.resolution, self.resolution)
+            image = torch.randn(size, generator=generator, dtype=torch.float64)
+            yield {"image": image, "caption": f"a cat {index}"}
 
     def train_dataloader(self):
-        generator = torch.Generator().manual_seed(1)
-        images = torch.randn(18, 3, 32, 32, generator=generator, dtype=torch.float64)
-        samples = [{"image": image, "caption": f"a cat {i}"} for i, image in enumerate(images)]
-        return DataLoader(samples, batch_size=self.batch_size, collate_fn=collate)
+        return DataLoader(list(self.samples()), batch_size=self.batch_size, collate_fn=collate)
 
 
 class TinyPipeline(PipelineDiffusion):

@@ -142,6 +142,22 @@ def relative_error(expected: Gradients, got: Gradients, floor: float = 1e-6) -> 
     return (float("inf"), f"{extra[0]} has a gradient") if extra else (worst, where)
 
 
+def check_split(
+    root: nn.Module,
+    pieces: tuple[LayerGraph, Any],
+    step: Step,
+    batch: Any,
+    seed: int,
+    expected: tuple[Tensor, Gradients],
+    halves: bool = False,
+) -> None:
+    """The sum over the stages of a cut graph has a loss and gradients that are expected."""
+    loss, gradients = emulate(root, *pieces, step, batch, seed, halves)
+    error, where = relative_error(expected[1], gradients)
+    assert loss == expected[0], f"loss {loss} instead of {expected[0]}, cut at {pieces[1]}"
+    assert error < 1e-12, f"{where} is off by {error:.1e}, cut at {pieces[1]}"
+
+
 def randomise(root: nn.Module) -> None:
     """Moves parameters that start at zero, so that nothing is trivially right."""
     generator = torch.Generator().manual_seed(7)

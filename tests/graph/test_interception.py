@@ -109,29 +109,30 @@ def test_foreign_layers_outside_a_step_name_their_owner():
             root.run(rows())
 
 
+class Skips(Tower):
+    skip = False
+
+    def training_step(self, batch, batch_idx):
+        for block in self.blocks[1:] if self.skip else self.blocks:
+            batch = block(batch)
+        return batch.pow(2).mean()
+
+
 def test_another_way_through_the_step_is_refused():
-    class Skips(Tower):
-        skip = False
-
-        def training_step(self, batch, batch_idx):
-            blocks = self.blocks[1:] if self.skip else self.blocks
-            for block in blocks:
-                batch = block(batch)
-            return batch.pow(2).mean()
-
-    message = r"calls blocks\.1 as layer call 0, where blocks\.0 was to come"
-    root = Skips()
+    root, message = Skips(), r"calls blocks\.1 as layer call 0, where blocks\.0 was to come"
     check_refused(root, message, change=lambda: setattr(root, "skip", True))
 
 
-def test_a_step_that_ends_early_is_refused():
-    only_first = lambda root, x: root.blocks[0](x)
-    check_refused(Noisy(), "ended after 1 layer calls", run=only_first, positions=[3])
-
-
-def test_another_size_is_refused():
-    message = r"output 0 of blocks\.0 is torch.float32 \(3, 16\), the probe"
-    check_refused(Noisy(), message, x=rows(3))
+@pytest.mark.parametrize(
+    ("message", "run"),
+    [
+        ("ended after 1 layer calls", {"run": lambda root, x: root.blocks[0](x), "positions": [3]}),
+        (r"output 0 of blocks\.0 is torch.float32 \(3, 16\), the probe", {"x": rows(3)}),
+        (r"stage 1 did not receive output 0 of blocks\.1", {"positions": [2], "stage": 1}),
+    ],
+)
+def test_a_run_that_is_not_what_was_probed_is_refused(message, run):
+    check_refused(Noisy(), message, **run)
 
 
 def test_constants_that_vary_are_refused_where_they_are_made():
@@ -170,11 +171,6 @@ def test_unfreezing_parameters_later_is_refused():
             view.forward(lambda: step(root, rows()), seed=1)
 
 
-def test_a_missing_tensor_is_named():
-    message = r"stage 1 did not receive output 0 of blocks\.1"
-    check_refused(Noisy(), message, positions=[2], stage=1)
-
-
 def test_logging_is_recorded_on_the_last_stage_and_muted_on_the_others():
     class Logs(L.LightningModule):
         def __init__(self):
@@ -190,26 +186,21 @@ def test_logging_is_recorded_on_the_last_stage_and_muted_on_the_others():
             return {"loss": loss, "extra": batch}
 
     root = Logs()
-    graph = coarse(root)
-    seen = []
+    graph, seen, received = coarse(root), [], {}
     with intercepted(root) as interception:
-        first = stage_view(root, graph, interception, [2], 0).forward(
-            lambda: step(root, rows()), seed=1, log=lambda *entry: seen.append(entry)
-        )
-        assert not seen
-        last = stage_view(root, graph, interception, [2], 1).forward(
-            lambda: step(root, rows()),
-            seed=1,
-            received={k: t.detach() for k, t in first.outputs.items()},
-            log=lambda *entry: seen.append(entry),
-        )
+        for stage in (0, 1):
+            assert not seen, "muted on the first stage"
+            run = stage_view(root, graph, interception, [2], stage).forward(
+                lambda: step(root, rows()), seed=1, received=received, log=lambda *e: seen.append(e)
+            )
+            received = {k: t.detach() for k, t in run.outputs.items()}
     assert [(name, args[0] if name == "log" else list(args[0])) for name, args, _ in seen] == [
         ("log", "norm"), ("log", "norm"), ("log", "norm"), ("log", "norm"), ("log_dict", ["loss"]),
     ]  # fmt: skip
     assert seen[0][2] == {"prog_bar": True}
     assert torch.isfinite(torch.stack([args[1] for _, args, _ in seen[:4]])).all()
-    assert seen[4][1][0]["loss"] == last.loss
-    assert last.result["extra"].shape == (5, 16)
+    assert seen[4][1][0]["loss"] == run.loss
+    assert run.result["extra"].shape == (5, 16)
 
 
 def test_hooks_of_the_last_own_layer_see_its_output_and_nothing_runs_after_it():

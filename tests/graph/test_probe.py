@@ -95,14 +95,25 @@ def test_the_locked_half_of_a_controlnet_is_frozen_though_it_is_called_later():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Stable Diffusion", "dropout", "LoRA with dropout"])
-def test_fake_and_real_probes_agree(name):
+@pytest.mark.parametrize(
+    ("name", "num_samples"),
+    [
+        ("Stable Diffusion", 2),
+        ("dropout", 2),
+        ("LoRA with dropout", 2),
+        # Fake kernels choose other strides for one sample, and `randn_like` of a latent would draw other noise.
+        ("Stable Diffusion", 1),
+    ],
+)
+def test_fake_and_real_probes_agree(name, num_samples):
     with in_double():
         root = build(name)
-        fake = probe(root, step, image_batch(), mode="fake")
-        real = probe(root, step, image_batch(), mode="real")
+        fake = probe(root, step, image_batch(num_samples))
+        real = probe(root, step, image_batch(num_samples), mode="real")
+    assert fake.mode == "fake"
+    assert [layer.outputs for layer in fake.layers] == [layer.outputs for layer in real.layers]
     assert fake.digest == real.digest
-    assert fake == real
+    assert num_samples == 1 or fake == real  # norms of one sample cost otherwise
 
 
 def test_a_graph_survives_pickling():
@@ -259,6 +270,11 @@ class Attends(nn.Module):
         return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=self.dropout_p)[0, 0]
 
 
+class NamesTheGlobalGenerator(Block):
+    def forward(self, x):
+        return super().forward(x + torch.randn(x.shape, generator=torch.default_generator))
+
+
 @pytest.mark.parametrize("mode", ["fake", "real"])
 @pytest.mark.parametrize(
     ("layer", "draws"),
@@ -268,6 +284,7 @@ class Attends(nn.Module):
         (lambda: Block(dropout=0.1).eval(), False),
         (lambda: Attends(0.0), False),
         (lambda: Attends(0.1), True),
+        (NamesTheGlobalGenerator, True),
     ],
 )
 def test_only_layers_that_draw_are_seeded(mode, layer, draws):
@@ -490,22 +507,6 @@ def test_generators_that_outlive_the_step_are_found(kind, found, mode):
     assert graph.generators == found
 
 
-def test_a_layer_may_name_the_global_generator():
-    class Drops(Untrained):
-        def __init__(self):
-            super().__init__()
-            self.encoder = Noisy().requires_grad_(False)
-
-    graph = probe(Drops(), step, rows(), max_share=1 / 4)
-    assert graph.seeded == {"encoder"}
-
-
-class Noisy(Block):
-    def forward(self, x):
-        noise = torch.randn(x.shape, generator=torch.default_generator)
-        return super().forward(x + noise)
-
-
 def test_another_sequence_of_layers_is_refused():
     root = Varies()
     graph = probe(root, step, rows(4), max_share=1 / 4)
@@ -640,14 +641,3 @@ def test_specs_describe_dense_layouts():
     assert TensorSpec.of(torch.zeros(1).expand(2, 3)).stride == (3, 1)
     part = tensor[:, ::2]
     assert TensorSpec.of(part).empty().stride() == torch.empty_like(part).stride()
-
-
-@pytest.mark.slow
-def test_strides_of_a_single_sample_are_those_of_real_kernels():
-    """Fake kernels choose otherwise, and `randn_like` of a latent would draw other noise."""
-    with in_double():
-        root = build("Stable Diffusion")
-        fake = probe(root, step, image_batch(1))
-        real = probe(root, step, image_batch(1), mode="real")
-    assert fake.mode == "fake"
-    assert [x.outputs for x in fake.layers] == [x.outputs for x in real.layers]

@@ -5,15 +5,12 @@ import sys
 from pathlib import Path
 
 import lightning
-import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.quasirandom import SobolEngine
 
 import lightning_diffpipe
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.graph.side_effects import caller, generators_preserved, is_of, is_users
+from lightning_diffpipe.graph.side_effects import caller, is_of, is_users
 from tests.graph.steps import Tower, rows, step
 
 PACKAGES = [
@@ -74,25 +71,3 @@ class Draws(Tower):
 def test_generators_of_any_class_are_found(mode):
     """History: they were pickled to see whether they had moved; probes ended with "Can't pickle"."""
     assert probe(Draws(), step, rows(), max_share=1 / 4, mode=mode).generators == {"own"}
-
-
-KINDS = {
-    "random": (lambda: random.Random(1), lambda g: g.random()),
-    "generator": (lambda: np.random.default_rng(1), lambda g: g.random()),
-    "legacy": (lambda: np.random.RandomState(1), lambda g: g.randn()),
-    "torch": (lambda: torch.Generator(), lambda g: float(torch.rand(1, generator=g))),
-    "sobol": (lambda: SobolEngine(1, scramble=True, seed=1), lambda g: float(g.draw(1))),
-}
-
-
-@pytest.mark.parametrize("moved", [0, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_generators_go_on_from_where_they_were(kind, moved):
-    make, draw = KINDS[kind]
-    module = nn.Module()
-    module.held = make()
-    for _ in range(moved):
-        draw(module.held)
-    with generators_preserved(module):
-        first = [draw(module.held) for _ in range(2)]
-    assert [draw(module.held) for _ in range(2)] == first

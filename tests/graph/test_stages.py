@@ -3,6 +3,7 @@
 In float64, with NaN in every dummy and every foreign parameter; parameters that start at zero are moved.
 """
 
+import contextlib
 import random
 
 import numpy as np
@@ -16,6 +17,7 @@ from lightning_diffpipe.graph.probe import fold, probe
 from lightning_diffpipe.graph.view import StageView
 from tests.graph.emulate import (
     SEED,
+    check_split,
     check_stages,
     emulate,
     intercepted,
@@ -83,10 +85,8 @@ def test_dropout_and_checkpointing_inside_layers(dropout, checkpointing):
 
     graph = probe(root, run, rows().double(), max_share=1 / 4)
     assert bool(graph.seeded) == (dropout > 0)
-    loss, expected = reference(root, step, rows().double(), SEED, graph)
-    got_loss, got = emulate(root, graph, [2, 4], run, rows().double(), SEED)
-    assert got_loss == loss
-    assert relative_error(expected, got)[0] < 1e-12
+    expected = reference(root, step, rows().double(), SEED, graph)
+    check_split(root, (graph, [2, 4]), run, rows().double(), SEED, expected)
 
 
 @pytest.mark.parametrize("max_share", [1 / 4, 1 / 32])
@@ -132,11 +132,9 @@ def test_random_numbers_of_python_and_numpy(mode):
     graph = probe(root, step, batch, max_share=1 / 4, mode=mode)
     assert graph.host_random
     assert len(graph.seeded) == 6
-    loss, expected = reference(root, step, batch, SEED, graph)
+    expected = reference(root, step, batch, SEED, graph)
     random.seed(99)
-    got_loss, got = emulate(root, graph, [2, 4], step, batch, SEED)
-    assert got_loss == loss
-    assert relative_error(expected, got)[0] < 1e-12
+    check_split(root, (graph, [2, 4]), step, batch, SEED, expected)
     assert random.random() == random.Random(99).random()
 
 
@@ -185,21 +183,12 @@ def test_kernels_of_ones_own_draw_from_a_stream_of_their_layer_or_are_refused(
     graph = probe(root, step, batch, max_share=1 / 4, mode=mode)
     is_seen = asks != "nothing" or (draws and (mode == "real" or kernel[1] == "dropout_p"))
     assert len(graph.seeded) == 6 * is_seen
-
-    def split():
+    complaint = r"blocks\.0 draws random numbers on the host.*torch\.rand"
+    refused = pytest.raises(GraphError, match=complaint)
+    with refused if draws and not is_seen else contextlib.nullcontext():
         pieces = fold(root, step, batch, graph, [2, 4]) if folds else (graph, [2, 4])
-        return emulate(root, *pieces, step, batch, SEED)
-
-    if draws and not is_seen:
-        with pytest.raises(
-            GraphError, match=r"blocks\.0 draws random numbers on the host.*torch\.rand"
-        ):
-            split()
-        return
-    loss, expected = reference(root, step, batch, SEED, graph)
-    got_loss, got = split()
-    assert got_loss == loss
-    assert relative_error(expected, got)[0] < 1e-12
+        expected = reference(root, step, batch, SEED, graph)
+        check_split(root, pieces, step, batch, SEED, expected)
 
 
 @pytest.mark.slow
@@ -220,18 +209,13 @@ def test_results_do_not_depend_on_folding_when_layers_draw():
     assert positions == ()
 
 
-def test_tied_weights_are_shared_between_their_stages():
-    root = Tied().double()
-    graph = check_stages(root, rows().double(), max_share=1 / 30)
-    shared = shared_parameters(graph, cut(graph, [3]))
-    assert shared == {"blocks.0.linear.weight": (0, 1)}
-
-
-def test_a_layer_called_twice_is_shared_between_its_stages():
-    root = Twice().double()
-    graph = check_stages(root, rows().double(), max_share=1 / 30)
-    shared = shared_parameters(graph, cut(graph, [6]))
-    assert shared.keys() == {n for n, _ in root.named_parameters()}
+@pytest.mark.parametrize(
+    ("tower", "position", "names"),
+    [(Tied, 3, {"blocks.0.linear.weight"}), (Twice, 6, {n for n, _ in Twice().named_parameters()})],
+)
+def test_tied_weights_and_layers_called_twice_are_shared_between_stages(tower, position, names):
+    graph = check_stages(tower().double(), rows().double(), max_share=1 / 30)
+    assert shared_parameters(graph, cut(graph, [position])) == dict.fromkeys(names, (0, 1))
 
 
 def test_long_skips_pass_through_the_stages_between():

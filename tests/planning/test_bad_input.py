@@ -84,11 +84,6 @@ def test_a_profile_cut_in_half(share):
     assert "cut short" in str(error.value) or "edited by hand" in str(error.value)
 
 
-def test_profiles_round_trip():
-    profile = equal_profile(3, 0.5)
-    assert ModelProfile.from_json(profile.to_json()) == profile
-
-
 def test_times_are_linear_between_and_beyond_what_was_measured():
     seconds = Seconds.of({2: 1.0, 4: 3.0, 8: 4.0})
     assert [seconds.at(n) for n in (2, 3, 4, 6, 8, 12)] == [1.0, 2.0, 3.0, 3.5, 4.0, 5.0]

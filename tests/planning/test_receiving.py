@@ -73,10 +73,12 @@ def stuck_at(lowered, due):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*RUNNABLE, "interleaved", "v", "zero_bubble_v"])
-def test_any_rank_may_wait_for_its_device_anywhere(name):
+def test_receives_begin_once_in_the_order_of_the_sends_and_any_rank_may_wait_anywhere(name):
     """History: receives began where they are posted, before what they depend on; see the test below."""
     for schedule in schedules(name):
-        assert stuck_at(*lower_for_devices(schedule)) == []
+        lowered, due = lower_for_devices(schedule)
+        assert stuck_at(lowered, due) == []
+        assert_begun_in_order(lowered, due)
 
 
 def test_receives_that_begin_when_they_are_posted_hang():
@@ -99,13 +101,6 @@ def assert_begun_in_order(lowered, due_of_ranks):
             if isinstance(instruction, Send):
                 sent[rank, instruction.to_rank].append(message(instruction))
     assert sent == begun
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*RUNNABLE, "interleaved", "v", "zero_bubble_v"])
-def test_every_receive_begins_once_in_the_order_of_the_sends(name):
-    for schedule in schedules(name):
-        assert_begun_in_order(*lower_for_devices(schedule))
 
 
 def cut_down(name, most):

@@ -167,7 +167,7 @@ def brute_force(profile, cluster, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", seeds(60, 20))
+@pytest.mark.parametrize("seed", [*range(60), *range(1000, 1100), *map(row, range(1100, 1300))])
 def test_the_search_is_optimal(seed):
     profile, cluster, batch = random_case(seed)
     options = PlanOptions(batch, num_microbatches=[1, 2, 3, 4][seed % 4] if batch > 4 else "auto")
@@ -218,12 +218,6 @@ def test_halves_cost_what_the_profile_says():
     busy_s = [sum(s.duration_s for s in plan.timeline.spans if s.rank == r) for r in (0, 1)]
     two_layers_s, added_s = 2 * 3, 1  # the first stage sends no gradient: its backward stays whole
     assert busy_s == pytest.approx([4 * two_layers_s, 4 * (two_layers_s + added_s)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(1000, 1100), *map(row, range(1100, 1300))])
-def test_the_search_is_optimal_in_hundreds_of_cases(seed):
-    test_the_search_is_optimal(seed)
 
 
 @pytest.mark.slow

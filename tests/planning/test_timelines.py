@@ -9,7 +9,6 @@ from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.filling import encode_parts
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.schedule import Placement, Schedule
-from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.one_f_one_b import deep_one_f_one_b, one_f_one_b
 from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.planning.timeline import Timeline
@@ -21,37 +20,12 @@ def image(text):
     return dedent(text).strip("\n")
 
 
-def test_1f1b_on_three_ranks():
-    assert str(simulate(one_f_one_b(3, 3))) == image("""
-        rank 0 | F0 F1 F2  .  .  .  . B0 --  . B1 --  . B2 --
-        rank 1 |  . F0 F1  .  . B0 -- F2 B1 --  . B2 --  .  .
-        rank 2 |  .  . F0 B0 -- F1 B1 -- F2 B2 --  .  .  .  .
-    """)
-
-
-def test_gpipe_on_three_ranks():
-    assert str(simulate(gpipe(3, 3))) == image("""
-        rank 0 | F0 F1 F2  .  .  .  .  .  . B0 -- B1 -- B2 --
-        rank 1 |  . F0 F1 F2  .  .  . B0 -- B1 -- B2 --  .  .
-        rank 2 |  .  . F0 F1 F2 B0 -- B1 -- B2 --  .  .  .  .
-    """)
-
-
 def test_1f1b_with_fewer_microbatches_than_stages():
     assert str(simulate(one_f_one_b(4, 2))) == image("""
         rank 0 | F0 F1  .  .  .  .  .  .  .  . B0 --  . B1 --
         rank 1 |  . F0 F1  .  .  .  .  . B0 --  . B1 --  .  .
         rank 2 |  .  . F0 F1  .  . B0 --  . B1 --  .  .  .  .
         rank 3 |  .  .  . F0 B0 -- F1 B1 --  .  .  .  .  .  .
-    """)
-
-
-def test_1f1b_with_one_rank_before_three_replicas():
-    assert str(simulate(one_f_one_b(Placement.of_replicas((1, 3)), 6))) == image("""
-        rank 0 | F0 F1 F2 F3 B0 -- F4 B1 -- F5 B2 -- B3 -- B4 -- B5 --
-        rank 1 |  . F0 B0 -- F3 B3 --  .  .  .  .  .  .  .  .  .  .  .
-        rank 2 |  .  . F1 B1 --  .  . F4 B4 --  .  .  .  .  .  .  .  .
-        rank 3 |  .  .  . F2 B2 --  .  .  .  . F5 B5 --  .  .  .  .  .
     """)
 
 

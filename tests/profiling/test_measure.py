@@ -5,7 +5,6 @@ import statistics
 import time
 import weakref
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -61,7 +60,10 @@ def equal(a, b):
     return a == b
 
 
-def test_leaves_the_module_bit_identical():
+@pytest.mark.parametrize("fits", [True, False])
+def test_leaves_the_module_bit_identical(fits, monkeypatch):
+    """As a whole, or layer by layer where nothing else fits on the device."""
+    monkeypatch.setattr(measure.Subject, "fits", fits)
     module, step, batch, graph = toy()
     module.blocks[1].eval()
     module.head.weight.grad = torch.ones_like(module.head.weight)
@@ -269,7 +271,9 @@ def test_refuses_effort_that_is_not_positive(option):
         profiler.profile(nn.Linear(2, 1), torch.ones(4, 2), step=lambda m, x: m(x).mean(), **option)
 
 
-def test_refuses_a_step_that_changed_since_its_probe():
+@pytest.mark.parametrize("fits", [True, False])
+def test_refuses_a_step_that_changed_since_its_probe(fits, monkeypatch):
+    monkeypatch.setattr(measure.Subject, "fits", fits)
     module, _, batch, graph = toy()
     other = lambda module, batch: module.head(module.encoder(batch["x"])).mean()
     with pytest.raises(GraphError, match=r"call 1 is head, expected blocks\.0"):
@@ -315,19 +319,6 @@ def test_take_samples_cuts_what_counts_samples():
     assert small["table"].shape == (5,)
     assert (small["text"], small["k"]) == (["a", "b"], 2)
     assert pytree.tree_structure(small["x"]) == pytree.tree_structure(batch["x"])
-
-
-@pytest.fixture
-def too_large(monkeypatch):
-    """Nothing fits on the device as a whole."""
-    monkeypatch.setattr(measure.Subject, "fits", False)
-
-
-def test_layer_by_layer_leaves_the_module_bit_identical(too_large):
-    module, step, batch, graph = toy()
-    before = everything(module)
-    measured(module, step, batch, graph, sample_counts=(2, 4), repeats=1)
-    assert equal(before, everything(module))
 
 
 class InPlace(nn.Module):
@@ -416,32 +407,24 @@ class FakeGpu:
         self.free_bytes, self.cached_bytes = self.free_bytes - taken, self.cached_bytes + taken
 
 
-def fits_on_gpu(subject):
-    return replace(subject, device="cuda:0").fits
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_fits_is_counted_with_what_is_there(on_device, monkeypatch):
+    """Half of the memory that is free.
 
-
-def test_memory_that_torch_keeps_is_free(monkeypatch):
-    """History: what earlier steps had left in torch's cache counted as used, and layers were timed one by one."""
+    History: what earlier steps had left in torch's cache counted as used, and layers were timed one by one; and
+    weights of a module that is on the GPU were counted again.
+    """
     module, step, batch, graph = toy()
-    subject = Subject(module, step, batch, graph)
-    trained = graph.trained
-    need = sum(4 * p.numel() * (1 + (n in trained)) for n, p in module.named_parameters())
-    FakeGpu(monkeypatch, free_bytes=need, cached_bytes=need + 4)
-    assert fits_on_gpu(subject)
-    FakeGpu(monkeypatch, free_bytes=need, cached_bytes=need)
-    assert not fits_on_gpu(subject)
-
-
-def test_weights_on_the_device_need_no_more_memory(monkeypatch):
-    """History: weights of a module on the GPU were counted again."""
-    module, step, batch, graph = toy()
-    gradients = sum(4 * p.numel() for n, p in module.named_parameters() if n in graph.trained)
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(nn.Parameter, "device", gpu, raising=False)
-    FakeGpu(monkeypatch, free_bytes=2 * gradients + 4, cached_bytes=0)
-    assert fits_on_gpu(Subject(module, step, batch, graph))
-    FakeGpu(monkeypatch, free_bytes=2 * gradients, cached_bytes=0)
-    assert not fits_on_gpu(Subject(module, step, batch, graph))
+    sizes = {name: 4 * p.numel() for name, p in module.named_parameters()}
+    gradients = sum(size for name, size in sizes.items() if name in graph.trained)
+    if on_device:
+        gpu = torch.device("cuda", 0)
+        monkeypatch.setattr(nn.Parameter, "device", gpu, raising=False)
+    need = gradients + (0 if on_device else sum(sizes.values()))
+    for spare, fits in ((4, True), (0, False)):
+        FakeGpu(monkeypatch, free_bytes=need, cached_bytes=need + spare)
+        subject = Subject(module, step, batch, graph, device="cuda:0")
+        assert subject.fits == fits
 
 
 @pytest.mark.parametrize("shared_bytes", [2**28, 4 * 40])
@@ -592,13 +575,6 @@ def test_a_count_that_runs_out_of_memory_later_is_left_out(monkeypatch, caplog):
     profile = measured(module, step, batch, graph, sample_counts=(2, 4), repeats=3)
     assert [n for n, _ in profile.backbones[0].layers[0].forward_s.points] == [2]
     assert "cannot time 4 samples" in caplog.text
-
-
-def test_layer_by_layer_refuses_a_step_that_changed(too_large):
-    module, _, batch, graph = toy()
-    other = lambda module, batch: module.head(module.encoder(batch["x"])).mean()
-    with pytest.raises(GraphError, match="call 1 is head"):
-        measured(module, other, batch, graph, sample_counts=(4,), repeats=1)
 
 
 @pytest.mark.gpu

@@ -37,14 +37,21 @@ def modelled_s(function):
     return clock.stamp()
 
 
-def test_a_large_product_is_bound_by_its_operations():
-    a, b = meta(1000, 2000), meta(2000, 4000)
-    assert modelled_s(lambda: a @ b) == pytest.approx(2 * 1000 * 2000 * 4000 / 0.5e12)
-
-
-def test_a_thin_product_is_bound_by_its_bytes():
-    a, b = meta(1, 4000), meta(4000, 4000)
-    assert modelled_s(lambda: a @ b) == pytest.approx(4 * (4000 + 16e6 + 4000) / 1e12)
+@pytest.mark.parametrize(
+    ("a", "b", "expected_s"),
+    [
+        (
+            meta(1000, 2000),
+            meta(2000, 4000),
+            2 * 1000 * 2000 * 4000 / 0.5e12,
+        ),  # bound by operations
+        (meta(1, 4000), meta(4000, 4000), 4 * (4000 + 16e6 + 4000) / 1e12),  # by bytes
+        # History: the view after the product of a batch counted as reading and writing it once more.
+        (meta(8, 100, 2000), meta(2000, 4000), 2 * 800 * 2000 * 4000 / 0.5e12),
+    ],
+)
+def test_products_are_bound_by_operations_or_bytes(a, b, expected_s):
+    assert modelled_s(lambda: a @ b) == pytest.approx(expected_s)
 
 
 def test_an_elementwise_operator_reads_and_writes():
@@ -63,12 +70,6 @@ def test_attention_is_one_operator_and_its_backward_costs_two_and_a_half_times_a
     assert modelled_s(attend) == pytest.approx(forward_s)
     whole = modelled_s(lambda: attend().sum().backward())
     assert whole == pytest.approx(3.5 * forward_s, rel=0.1)
-
-
-def test_the_product_of_a_batch_is_no_copy_besides():
-    """History: the view after it counted as reading and writing the product once more."""
-    a, b = meta(8, 100, 2000), meta(2000, 4000)
-    assert modelled_s(lambda: a @ b) == pytest.approx(2 * 800 * 2000 * 4000 / 0.5e12)
 
 
 def test_latency_counts_for_every_kernel():

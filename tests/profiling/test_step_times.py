@@ -33,39 +33,29 @@ def times(before, inside, tail=0.0, backward=None, backward_tail=0.0):
     )
 
 
-def test_glue_counts_for_the_layer_it_feeds_and_the_loss_for_the_last():
-    graph = Graph("tt")
-    assert forward_s(graph, times([1, 2], [10, 20], tail=4)) == [11, 26]
-
-
-def test_glue_in_front_of_a_frozen_layer_counts_for_the_path_too():
-    graph = Graph("ftft")
-    seconds = forward_s(graph, times([1, 2, 4, 8], [10, 20, 30, 40], tail=16))
-    assert seconds == [11, 20 + 2 + 1, 34, 40 + 8 + 4 + 16]
-
-
-def test_glue_inside_a_frozen_container_does_not():
-    graph = Graph("fft", calls=[(0, 2)])
-    assert forward_s(graph, times([1, 2, 4], [10, 20, 30])) == [11, 22, 30 + 4 + 1]
-
-
-def test_glue_inside_a_mixed_container_does():
-    graph = Graph("fft", calls=[(0, 3)])
-    assert forward_s(graph, times([1, 2, 4], [10, 20, 30])) == [11, 22, 30 + 4 + 1 + 2]
-
-
-def test_a_frozen_layer_behind_the_path_keeps_its_glue():
-    graph = Graph("tf")
-    assert forward_s(graph, times([1, 2], [10, 20], tail=4)) == [11 + 4, 22]
+@pytest.mark.parametrize(
+    ("graph", "tail", "expected_s"),
+    [
+        # Glue counts for the layer that it feeds, and the loss for the last one.
+        (Graph("tt"), 16, [11, 20 + 2 + 16]),
+        # In front of a frozen layer it counts for the path, too; not inside a frozen container, but in a mixed one.
+        (Graph("ftft"), 16, [11, 20 + 2 + 1, 34, 40 + 8 + 4 + 16]),
+        (Graph("fft", calls=[(0, 2)]), 0, [11, 22, 30 + 4 + 1]),
+        (Graph("fft", calls=[(0, 3)]), 0, [11, 22, 30 + 4 + 1 + 2]),
+        # A frozen layer behind the path keeps its own.
+        (Graph("tf"), 16, [11 + 16, 22]),
+    ],
+)
+def test_what_glue_counts_for(graph, tail, expected_s):
+    count = len(graph.layers)
+    glue_s, layers_s = [1, 2, 4, 8][:count], [10, 20, 30, 40][:count]
+    assert forward_s(graph, times(glue_s, layers_s, tail=tail)) == expected_s
 
 
 def test_the_backward_of_the_loss_counts_for_the_last_layer():
     graph = Graph("ftt")
-    assert backward_s(graph, times([0] * 3, [0] * 3, backward=[0, 5, 6], backward_tail=2)) == [
-        0,
-        5,
-        8,
-    ]
+    whole = times([0] * 3, [0] * 3, backward=[0, 5, 6], backward_tail=2)
+    assert backward_s(graph, whole) == [0, 5, 6 + 2]
 
 
 def test_total_is_the_whole_step():

@@ -19,12 +19,18 @@ def call(capsys, monkeypatch, tmp_path):
     return partial(command.call, capsys, monkeypatch)
 
 
-@pytest.mark.slow
-def test_a_model_on_paper_is_planned(call, monkeypatch, tmp_path):
+@pytest.fixture
+def four_layers(monkeypatch):
+    """Whatever is modelled has four equal layers."""
     second = Seconds.per_sample(1.0)
     layers = tuple(LayerProfile(name, second, second) for name in "abcd")
     backbones = (BackboneProfile("backbone", layers),)
     monkeypatch.setattr(on_paper, "modelled", lambda title, *_: ModelProfile(title, backbones))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("four_layers")
+def test_a_model_on_paper_is_planned(call, tmp_path):
     arguments = ["plan", "model=flux", "model.resolution=512", "cluster=8x_h100"]
     code, out, _ = call(*arguments, "global_batch_size=16", "output=plan.json")
     assert code == 0
@@ -35,6 +41,7 @@ def test_a_model_on_paper_is_planned(call, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("four_layers")
 @pytest.mark.parametrize(
     ("settings", "device"),
     [
@@ -46,13 +53,8 @@ def test_a_model_on_paper_is_planned(call, monkeypatch, tmp_path):
         (["cluster=8x_h100", "model.device=t4"], "t4"),
     ],
 )
-def test_a_model_on_paper_is_timed_on_the_device_of_the_cluster(
-    call, monkeypatch, settings, device
-):
+def test_a_model_on_paper_is_timed_on_the_device_of_the_cluster(call, settings, device):
     """History: plans for A100 and H200 clusters were made of times of an H100."""
-    second = Seconds.per_sample(1.0)
-    backbones = (BackboneProfile("backbone", (LayerProfile("a", second, second),)),)
-    monkeypatch.setattr(on_paper, "modelled", lambda title, *_: ModelProfile(title, backbones))
     code, out, err = call("plan", "model=sd21", "global_batch_size=16", "explain=false", *settings)
     assert code == 0, err
     assert f"modelled on {device};" in out

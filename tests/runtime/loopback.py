@@ -353,7 +353,18 @@ class Loopback:
         """One optimizer for each rank, over all parameters of its module, as Lightning makes it."""
         return [make(rank.module.parameters()) for rank in self.ranks]
 
+    def zero_grad(self) -> None:
+        """Forgets the gradients of all ranks."""
+        for rank in self.ranks:
+            rank.module.zero_grad(set_to_none=True)
+
     def close(self) -> None:
         """Puts back what is patched globally."""
         for rank in self.ranks:
             rank.interception.uninstall()
+
+    def __enter__(self) -> Loopback:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

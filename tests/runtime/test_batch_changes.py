@@ -9,13 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_diffpipe.graph.forms import Forms
-from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.step import fresh
 from lightning_diffpipe.profiling.profiler import profile
 from lightning_diffpipe.training.pipeline import ProbedStep
 from lightning_diffpipe.training.verification import run_whole
-from tests.graph.emulate import relative_error
+from tests.graph.emulate import intercepted, relative_error
 from tests.runtime.loopback import Loopback
 from tests.zoo import in_double
 
@@ -116,16 +115,12 @@ def test_gradients_are_those_of_one_process(kind):
         parts = [{key: value[i : i + 2].clone() for key, value in batch.items()} for i in (0, 2, 4)]
         loss = sum(step(alone, part) / 3 for part in parts)
         loss.backward()
-        pipeline = Loopback(alone, step, batch, num_stages=2, num_microbatches=3)
-        try:
+        expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+        with Loopback(alone, step, batch, num_stages=2, num_microbatches=3) as pipeline:
             for index in range(2):  # a batch may come again
-                for rank in pipeline.ranks:
-                    rank.module.zero_grad()
+                pipeline.zero_grad()
                 assert pipeline.run_step(batch, index) == pytest.approx(loss.item(), rel=1e-12)
-                expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
                 assert relative_error(expected, pipeline.gradients())[0] < 1e-12
-        finally:
-            pipeline.close()
     torch.testing.assert_close(batch, before, rtol=0, atol=0)
 
 
@@ -145,11 +140,8 @@ def test_verification_and_profiles_leave_the_batch_alone():
     profile(module, batch, step=step, repeats=1, sample_counts=(2, 6))
     graph = probe(module, step, batch)
     probed = ProbedStep(module, step, batch, batch, graph, Forms())
-    interception = Interception(module).install()
-    try:
+    with intercepted(module) as interception:
         run_whole(probed, interception, batch, 3, seed=0)
-    finally:
-        interception.uninstall()
     torch.testing.assert_close(batch, before, rtol=0, atol=0)
 
 

@@ -129,38 +129,26 @@ def filled(mode, message_at_s, steps=1, last_at_s=None, clock_class=FakeClock):
     return inside_s, clock.now_s - start_s
 
 
-@pytest.mark.parametrize("clock_class", [FakeClock, FakeDeviceClock])
-def test_opportunistic_filling_stops_when_the_message_is_there(clock_class):
-    """History: over gloo, a GPU was asked for a time it had not come by, which is an error."""
-    inside_s, _ = filled("opportunistic", message_at_s=2.0, clock_class=clock_class)
-    assert inside_s == 2.5  # nothing is known yet of this wait: the layer under way ends late
-
-
-def test_opportunistic_filling_learns_not_to_be_late():
-    """A layer that would end more than half its time after the message is not started."""
-    inside_s, total_s = filled("opportunistic", message_at_s=1.9, steps=30)
-    assert inside_s == pytest.approx(1.9, abs=1e-3)  # 1.5 of them at work
-    assert total_s == pytest.approx(1.9 + 3.0, abs=1e-3)
-
-
-def test_a_message_that_is_overdue_does_not_leave_the_rank_idle():
-    """History: on a busy machine a rank idled for 40 % of a step beside work that was left over."""
-    _, total_s = filled("opportunistic", message_at_s=1.9, steps=30, last_at_s=10.0)
-    assert total_s == pytest.approx(10.0, abs=1e-2)
-
-
-def test_planned_filling_knows_nothing_in_the_first_step():
-    assert filled("planned", message_at_s=3.0)[0] == 0.0
-
-
-def test_planned_filling_follows_the_waits_of_earlier_steps():
-    inside_s, total_s = filled("planned", message_at_s=3.9, steps=12)
-    assert inside_s == 3.5
-    assert total_s == pytest.approx(3.9 + 1.0)
-
-
-def test_all_work_fits_into_a_long_wait():
-    assert filled("opportunistic", message_at_s=50.0) == (4.5, 50.0)
+@pytest.mark.parametrize(
+    ("mode", "waits", "inside_s", "total_s"),
+    [
+        # Nothing is known yet of this wait: the layer under way ends late.
+        ("opportunistic", {"message_at_s": 2.0}, 2.5, 4.5),
+        # History: over gloo, a GPU was asked for a time it had not come by, which is an error.
+        ("opportunistic", {"message_at_s": 2.0, "clock_class": FakeDeviceClock}, 2.5, 4.5),
+        # A layer that would end more than half its time after the message is not started; 1.5 s are at work.
+        ("opportunistic", {"message_at_s": 1.9, "steps": 30}, 1.9, 1.9 + 3.0),
+        # History: on a busy machine a rank idled for 40 % of a step beside work that was left over.
+        ("opportunistic", {"message_at_s": 1.9, "steps": 30, "last_at_s": 10.0}, None, 10.0),
+        ("opportunistic", {"message_at_s": 50.0}, 4.5, 50.0),  # all fits into a long wait
+        ("planned", {"message_at_s": 3.0}, 0.0, 3.0 + 4.5),  # nothing is known in the first step
+        ("planned", {"message_at_s": 3.9, "steps": 12}, 3.5, 3.9 + 1.0),
+    ],
+)
+def test_how_far_a_wait_is_filled(mode, waits, inside_s, total_s):
+    found_inside_s, found_total_s = filled(mode, **waits)
+    assert inside_s is None or found_inside_s == pytest.approx(inside_s, abs=1e-3)
+    assert found_total_s == pytest.approx(total_s, abs=1e-2)
 
 
 def test_a_rank_that_is_done_goes_on_with_the_batch_behind():
@@ -184,10 +172,8 @@ def test_a_rank_that_is_done_goes_on_with_the_batch_behind():
 
 def test_what_is_ahead_is_finished_in_order_and_given_up_together():
     clock = FakeClock()
-    filler, works = (
-        Filler(FillingTimes("opportunistic", clock)),
-        [FakeFrozen(clock), FakeFrozen(clock)],
-    )
+    filler = Filler(FillingTimes("opportunistic", clock))
+    works = [FakeFrozen(clock), FakeFrozen(clock)]
     for work in works:
         filler.add(work)
     recording = Recording(0, clock)
@@ -224,11 +210,8 @@ class OtherForm(FakeFrozen):
 def test_a_batch_that_takes_another_form_too_early_runs_when_it_is_due():
     """History: a counter chose the form, and a batch prepared two steps ahead but begun in one ended training."""
     clock = FakeClock()
-    filler, early, after = (
-        Filler(FillingTimes("opportunistic", clock)),
-        OtherForm(clock),
-        FakeFrozen(clock),
-    )
+    filler = Filler(FillingTimes("opportunistic", clock))
+    early, after = OtherForm(clock), FakeFrozen(clock)
     filler.add(early)
     filler.add(after)
     recording = Recording(0, clock)
@@ -326,13 +309,20 @@ def gathered_from(*rows):
     return lambda own: [list(row) for row in rows]
 
 
-def test_shares_move_to_the_rank_that_idles():
-    """Busy 4 s and 2 s, half a second for a group: 8 groups end together as 2 and 6."""
-    shares = GroupShares(2, gathered_from((6.0, 4.0, 0.5), (6.0, 2.0, 0.5)))
+@pytest.mark.parametrize(
+    ("step_s", "busy_s", "group_s", "num_steps", "counts"),
+    [
+        (6.0, (4.0, 2.0), 0.5, 4, (2, 6)),  # so 8 groups end together
+        (8.0, (4.0, 3.9), 1.0, 32, (4, 4)),  # little can be won
+    ],
+)
+def test_shares_move_to_the_rank_that_idles(step_s, busy_s, group_s, num_steps, counts):
+    rows = [(step_s, own_busy_s, group_s) for own_busy_s in busy_s]
+    shares = GroupShares(2, gathered_from(*rows))
     assert shares.counts(8) == (4, 4)
-    for _ in range(4):
-        shares.observe(6.0, 4.0, 2.0, 4, 8)
-    assert shares.counts(8) == (2, 6)
+    for _ in range(num_steps):
+        shares.observe(step_s, busy_s[0], 4 * group_s, 4, 8)
+    assert shares.counts(8) == counts
 
 
 def test_shares_that_prove_slower_are_left_for_good():
@@ -346,13 +336,6 @@ def test_shares_that_prove_slower_are_left_for_good():
         seen.append(shares.counts(8))
     assert seen.count((2, 6)) == 4, "from one look to the next"
     assert seen[-1] == (4, 4)
-
-
-def test_shares_stay_where_little_can_be_won():
-    shares = GroupShares(2, gathered_from((8.0, 4.0, 1.0), (8.0, 3.9, 1.0)))
-    for _ in range(32):
-        shares.observe(8.0, 4.0, 4.0, 4, 8)
-    assert shares.counts(8) == (4, 4)
 
 
 def test_what_happens_between_steps_now_and_then_moves_no_shares():
@@ -469,18 +452,13 @@ def test_pipelines_wait_for_each_other_once_for_each_batch_they_train_on(monkeyp
 
     monkeypatch.setattr(Mesh, "summed_over_pipelines", summed)
     batch = {"image": torch.ones(4, 3)}
-    pipeline = Loopback(
-        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)),
-        lambda module, batch: module(batch["image"]).mean(),
-        batch, num_stages=2, num_microbatches=2,
-    )  # fmt: skip
-    try:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    step = lambda module, batch: module(batch["image"]).mean()
+    with Loopback(module, step, batch, num_stages=2, num_microbatches=2) as pipeline:
         layout = pipeline.ranks[0].engine.layout
         step = layout.lay_out(batch, 0)
         assert asked == []
         layout.weigh(step.works, accumulate=2)
-    finally:
-        pipeline.close()
     assert asked == [4]
     assert [work.loss_scale for work in step.works] == [1 / 8, 1 / 8]
 

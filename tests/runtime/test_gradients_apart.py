@@ -88,15 +88,12 @@ def test_parameters_shaped_like_activations(schedule, block):
         module = Chain(block).double()
         batch = torch.randn(NUM_MICROBATCHES, LENGTH, WIDTH)
         expected = summed_gradients(copy.deepcopy(module), batch)
-        pipeline = Loopback(
+        with Loopback(
             module, step, batch, num_microbatches=NUM_MICROBATCHES, schedule=schedule,
             leaves_late=True, **SCHEDULES[schedule],
-        )  # fmt: skip
-        try:
+        ) as pipeline:  # fmt: skip
             pipeline.run_step(batch, 0)
             got = pipeline.gradients()
-        finally:
-            pipeline.close()
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-10, atol=1e-12, msg=name)

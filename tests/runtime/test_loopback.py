@@ -137,8 +137,7 @@ def check(root: Any, batches: list[Any], stages=(2, 3), max_share=1 / 32, **opti
                 root, step, batches[0], num, NUM_MICROBATCHES, seed=SEED, fine=graph,
                 shares_probes=bool(pipelines), **options,
             )  # fmt: skip
-            stack.callback(pipeline.close)
-            pipelines.append(pipeline)
+            pipelines.append(stack.enter_context(pipeline))
         optimizers = [adam(alone.root.parameters())]
         optimizers += [each for pipeline in pipelines for each in pipeline.optimizers(adam)]
         for index, batch in enumerate(batches):
@@ -156,8 +155,7 @@ def check_step(
     pipeline: Loopback, alone: Any, expected_loss: float, batch: Any, index: int
 ) -> None:
     """Runs one step of a pipeline; loss and gradients equal those of one process."""
-    for rank in pipeline.ranks:
-        rank.module.zero_grad(set_to_none=True)
+    pipeline.zero_grad()
     loss = pipeline.run_step(batch, index)
     expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
     error, where = relative_error(expected, pipeline.gradients())
@@ -240,6 +238,9 @@ def test_denoisers_of_diffusers(name):
         check(root, batches)
 
 
+FIVE_ROWS = [rows(5).double() for _ in range(5)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOWERS)
 def test_towers(name):
@@ -251,15 +252,14 @@ def test_towers(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b_deep"])
-def test_unequal_replicas_and_other_schedules(schedule):
-    batches = [rows(5).double() for _ in range(5)]
+@pytest.mark.parametrize(
+    ("tower", "options"),
+    [
+        (Twice, {"replicas": (1, 3, 2), "schedule": "gpipe"}),
+        (Twice, {"replicas": (1, 3, 2), "schedule": "1f1b_deep"}),
+        (Tied, {"folded": False, "max_share": 1 / 30}),
+    ],
+)
+def test_towers_of_other_layouts(tower, options):
     with in_double():
-        check(Twice().double(), batches, (3,), replicas=(1, 3, 2), schedule=schedule)
-
-
-@pytest.mark.slow
-def test_unfolded():
-    batches = [rows(5).double() for _ in range(5)]
-    with in_double():
-        check(Tied().double(), batches, (3,), folded=False, max_share=1 / 30)
+        check(tower().double(), FIVE_ROWS, (3,), **options)

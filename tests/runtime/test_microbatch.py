@@ -55,16 +55,6 @@ def test_a_list_of_tensors_is_a_container():
     assert y.tolist() == [6, 7]
 
 
-def test_parts_of_different_lengths_are_refused_by_name():
-    with pytest.raises(ConfigurationError, match=r"\['x'\]: 4, \['y'\]: 3"):
-        num_samples({"x": torch.zeros(4), "y": torch.zeros(3)})
-
-
-def test_a_batch_without_samples_is_refused():
-    with pytest.raises(ConfigurationError, match="no tensor and no list"):
-        num_samples({"a": 1})
-
-
 SizeAndName = namedtuple("SizeAndName", "size name")
 PER_SAMPLE = {
     "tuple of captions": ("a", "b", None),
@@ -156,23 +146,23 @@ def test_a_batch_of_another_form_is_looked_at_anew():
         assert repr(got) == repr(expected)
 
 
-def test_tuples_of_captions_of_another_length_are_refused():
-    with pytest.raises(ConfigurationError, match=r"\[0\]: 2, \[1\]: 3"):
-        num_samples((torch.zeros(2), ("a", "b", "c")))
-
-
-def test_tensors_in_an_unknown_container_are_refused():
-    """History: they went to every microbatch whole."""
-    batch = {"x": torch.zeros(2), "tokens": UserDict(ids=torch.zeros(2, 3))}
-    with pytest.raises(ConfigurationError, match=r"\['tokens'\] is a UserDict, whose tensors"):
+@pytest.mark.parametrize(
+    ("batch", "complaint"),
+    [
+        ({"a": 1}, "no tensor and no list"),
+        ({"x": torch.zeros(4), "y": torch.zeros(3)}, r"\['x'\]: 4, \['y'\]: 3"),
+        ((torch.zeros(2), ("a", "b", "c")), r"\[0\]: 2, \[1\]: 3"),
+        # History: they went to every microbatch whole.
+        ({"x": torch.zeros(2), "tokens": UserDict(ids=torch.zeros(2, 3))},
+         r"\['tokens'\] is a UserDict, whose tensors"),
+        # History: "Internal error: NestedTensorImpl doesn't support sizes. Please file an issue.".
+        ({"x": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])},
+         r"\['x'\] is a nested tensor.*to_padded_tensor"),
+    ],
+)  # fmt: skip
+def test_batches_of_which_nobody_knows_the_samples_are_refused_by_name(batch, complaint):
+    with pytest.raises(ConfigurationError, match=complaint):
         num_samples(batch)
-
-
-def test_nested_tensors_are_refused():
-    """History: "Internal error: NestedTensorImpl doesn't support sizes. Please file an issue."."""
-    rows = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
-    with pytest.raises(ConfigurationError, match=r"\['x'\] is a nested tensor.*to_padded_tensor"):
-        num_samples({"x": rows})
 
 
 class AskedForNothing:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.placement import is_placeholder, place_parameters
 from lightning_diffpipe.runtime.relay import RelayView
 from tests.graph.emulate import intercepted
@@ -81,33 +80,33 @@ def validate(module):
     return module.run(rows()).pow(2).mean()
 
 
-def test_all_ranks_get_the_result_of_one_process():
-    root = Tower()
-    results, calls = on_all_ranks(root, by_block, validate)
-    expected = validate(root)
-    assert all(torch.equal(result, expected) for result in results)
-    assert calls == [0, 0, 0, 1, 1, 1]
+def check_alike(root, owner_of, calls, work=validate, **options):
+    """All ranks get the result of one process, by messages of these owners."""
+    results, made = on_all_ranks(root, owner_of, work, **options)
+    assert all(torch.equal(result, validate(root)) for result in results)
+    assert made == calls
 
 
-def test_the_outermost_call_on_one_rank_is_one_message():
-    class Halves(Tower):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([nn.Sequential(Block(), Block()) for _ in range(2)])
-
-    root = Halves()
-    results, calls = on_all_ranks(root, lambda name: int(name.split(".")[1]), validate)
-    assert calls == [0, 1]
-    assert torch.equal(results[1], validate(root))
+class Halves(Tower):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(Block(), Block()) for _ in range(2)])
 
 
-def test_modules_that_all_ranks_hold_run_everywhere():
-    root = Tower()
-    results, calls = on_all_ranks(
-        root, lambda name: 1 if name.startswith("blocks.5") else None, validate
-    )
-    assert calls == [1]
-    assert torch.equal(results[0], validate(root))
+@pytest.mark.parametrize(
+    ("root", "owner_of", "calls", "twice"),
+    [
+        (Tower, by_block, [0, 0, 0, 1, 1, 1], False),
+        # The outermost call on one rank is one message.
+        (Halves, lambda name: int(name.split(".")[1]), [0, 1], False),
+        # Modules that all ranks hold run everywhere.
+        (Tower, lambda name: 1 if name.startswith("blocks.5") else None, [1], False),
+        # History: `whole_model()` inside `validation_step` let ranks wait for each other beyond every limit.
+        (Tower, by_block, [0, 0, 0, 1, 1, 1], True),
+    ],
+)
+def test_all_ranks_get_the_result_of_one_process(root, owner_of, calls, twice):
+    check_alike(root(), owner_of, calls, twice=twice)
 
 
 @pytest.mark.parametrize(
@@ -120,10 +119,7 @@ def test_modules_that_all_ranks_hold_run_everywhere():
 )
 def test_a_module_is_moved_to_where_it_is_without_its_weights(move):
     """History: diffusers' `pipe.to(self.device)` in a validation_step brought all weights to all ranks."""
-    root = Tower()
-    results, calls = on_all_ranks(root, by_block, lambda module: validate(move(module)))
-    assert all(torch.equal(result, validate(root)) for result in results)
-    assert calls == [0, 0, 0, 1, 1, 1], "the layers' outputs only"
+    check_alike(Tower(), by_block, [0, 0, 0, 1, 1, 1], lambda module: validate(move(module)))
 
 
 def test_parameters_read_between_modules_are_lent():
@@ -171,43 +167,6 @@ def test_running_statistics_are_read_where_they_are_kept():
     root.norm.running_mean.fill_(3.0)
     assert torch.equal(results[0], validate(root))
     assert torch.equal(results[1], validate(root))
-
-
-def test_layers_draw_what_they_draw_in_one_process():
-    """History: every layer was seeded with the same state, so that three in a row drew the same numbers."""
-    root = Tower()
-    for index in (0, 1, 4):
-        root.blocks[index].dropout.p = 0.5
-    torch.manual_seed(0)
-    expected = validate(root)
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    results, _ = on_all_ranks(root, by_block, validate)
-    assert torch.equal(results[0], expected)
-    assert torch.equal(results[1], expected)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_it_may_be_entered_twice():
-    """History: `whole_model()` inside `validation_step` let ranks wait for each other beyond every limit."""
-    root = Tower()
-    results, calls = on_all_ranks(root, by_block, validate, twice=True)
-    assert all(torch.equal(result, validate(root)) for result in results)
-    assert calls == [0, 0, 0, 1, 1, 1]
-
-
-def test_a_gradient_through_layers_of_other_ranks_is_refused_on_all():
-    def take_gradient(module):
-        with torch.enable_grad():
-            x = rows().requires_grad_()
-            out = module.run(x)
-            with pytest.raises(GraphError, match=r"through blocks.5.*position 1 of the pipeline"):
-                torch.autograd.grad(out.sum(), x)
-        return out.detach()
-
-    root = Tower()
-    results, _ = on_all_ranks(root, by_block, take_gradient)
-    assert all(torch.equal(result, root.run(rows())) for result in results)
 
 
 def test_wrappers_for_the_relay_are_gone_afterwards():

@@ -7,20 +7,13 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_diffpipe.profiling.measure import measure_profile
 from lightning_diffpipe.training import preparation
 from lightning_diffpipe.training.before_training import why_empty
-from tests.distributed.scenarios import quick_strategy, quiet_trainer
-from tests.distributed.tiny import Data, TinyDiffusion
-
-
-class Stream(IterableDataset):
-    """Samples without an index."""
-
-    def __iter__(self):
-        return iter(torch.arange(5.0))
+from tests.distributed.scenarios import fit_module
+from tests.distributed.tiny import Data, Stream, TinyDiffusion
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -33,7 +26,7 @@ def test_fewer_samples_than_a_batch_make_none_where_the_rest_is_dropped(shuffle)
             "batch size (data.batch_size) to 10 or less"
         )
     assert (
-        why_empty(DataLoader(Stream(), 2))
+        why_empty(DataLoader(Stream(torch.arange(5.0)), 2))
         == "the training data loader is empty: it yields no batch"
     )
 
@@ -46,9 +39,7 @@ def test_a_second_fit_takes_the_times_of_the_first_and_says_what_took_how_long(c
     timed = mock.Mock(side_effect=measure_profile)
     with mock.patch("lightning_diffpipe.training.plan_source.measure_profile", timed):
         for batch_size in (4, 4, 8):
-            strategy = quick_strategy(num_stages=1, profile="measure")
-            trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=1)
-            trainer.fit(module, datamodule=Data(batch_size=batch_size))
+            fit_module(module, 1, Data(batch_size=batch_size), {"profile": "measure"}, max_steps=1)
             counts.append(timed.call_count)
     assert counts == [1, 1, 2]
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ready in")]

@@ -61,12 +61,23 @@ def test_a_port_that_an_earlier_store_of_this_process_had_is_given_up(monkeypatc
     assert opened[-1] == store.port
 
 
-def come(monkeypatch, num_come, num_ranks, patience_s, **options):
-    """What each of the ranks that come is given, or raises: threads of this process, at a place of their own."""
-    store = open_store()
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
+@pytest.fixture
+def meet_at(monkeypatch):
+    """Tells ranks where to meet: at a store, which stays open, or at a port."""
+    places = []
 
+    def at(place):
+        places.append(place)
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(getattr(place, "port", place)))
+
+    yield at
+    places.clear()
+
+
+def come(meet_at, num_come, num_ranks, patience_s, **options):
+    """What each of the ranks that come is given, or raises: threads of this process, at a place of their own."""
+    meet_at(open_store())
     watchers = [Watcher() for _ in range(num_come)]
 
     def one(rank):
@@ -82,16 +93,16 @@ def come(monkeypatch, num_come, num_ranks, patience_s, **options):
     return outcomes
 
 
-def test_all_who_come_get_the_same_store(monkeypatch):
-    first, second, third = come(monkeypatch, 3, 3, 60.0)
+def test_all_who_come_get_the_same_store(meet_at):
+    first, second, third = come(meet_at, 3, 3, 60.0)
     first.set("key", "value")
     assert second.get("key") == third.get("key") == b"value"
 
 
 @pytest.mark.slow
-def test_who_does_not_come_is_named(monkeypatch, caplog):
+def test_who_does_not_come_is_named(meet_at, caplog):
     """History: torch said nothing for half an hour, and then how many had come."""
-    for error in come(monkeypatch, 2, 4, 3.0, notice_s=1.0):
+    for error in come(meet_at, 2, 4, 3.0, notice_s=1.0):
         assert re.search(r"rank [01] could not meet all of 4 ranks at 127\.0\.0\.1:\d+", str(error))
         assert "within 3 s: ranks 2, 3 have not come; it starts slowly, has stopped" in str(error)
     assert "within 1 s: ranks 2, 3 have not come" in caplog.text
@@ -99,11 +110,9 @@ def test_who_does_not_come_is_named(monkeypatch, caplog):
 
 
 @pytest.mark.slow
-def test_a_rank_that_comes_and_is_lost_is_named_by_those_that_wait(monkeypatch):
+def test_a_rank_that_comes_and_is_lost_is_named_by_those_that_wait(meet_at):
     """Before all have come. History: it was waited for as one that starts slowly, half an hour."""
-    store = open_store()
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    meet_at(open_store())
     watchers = [Watcher() for _ in range(3)]
 
     def be_lost():
@@ -121,10 +130,8 @@ def test_a_rank_that_comes_and_is_lost_is_named_by_those_that_wait(monkeypatch):
             rendezvous(0, 3, 60.0, 60.0, watcher=watchers[0])
 
 
-def test_a_process_that_ends_before_it_has_come_is_named_by_the_one_that_started_it(monkeypatch):
-    store = open_store()
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
+def test_a_process_that_ends_before_it_has_come_is_named_by_the_one_that_started_it(meet_at):
+    meet_at(open_store())
     starting = Watcher()
     starting.children[1] = child = subprocess.Popen(["sleep", "600"])
     child.kill()
@@ -133,11 +140,9 @@ def test_a_process_that_ends_before_it_has_come_is_named_by_the_one_that_started
         rendezvous(0, 2, 60.0, 60.0, watcher=starting)
 
 
-def test_two_groups_of_one_process_have_keys_of_their_own(monkeypatch):
+def test_two_groups_of_one_process_have_keys_of_their_own(meet_at):
     """The second one found what the first had left in the store."""
-    store = open_store()
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    meet_at(open_store())
     alone = Watcher()
     first, second = (rendezvous(0, 1, 60.0, 60.0, watcher=alone) for _ in range(2))
     first.set("key", "value")
@@ -152,21 +157,21 @@ class BeyondADeadLink(dist.HashStore):
 
 
 @pytest.mark.slow
-def test_a_store_that_never_answers_is_given_up(monkeypatch):
-    """History: rank 1 stood for ever in a call to it."""
-    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: BeyondADeadLink())
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29123")
-    with pytest.raises(PipelineTimeoutError, match="rank 0 has not come; it starts slowly"):
-        rendezvous(1, 2, 60.0, 1.0, watcher=Watcher())
-
-
-@pytest.mark.slow
-def test_a_place_that_nobody_opens_is_named(monkeypatch):
-    port = open_store().port  # which is closed at once
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    with pytest.raises(PipelineTimeoutError, match="nobody has opened that place: rank 0, or the"):
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        (True, "nobody has opened that place: rank 0, or the"),
+        # History: rank 1 stood for ever in a call to the store.
+        (False, "rank 0 has not come; it starts slowly"),
+    ],
+)
+def test_a_place_that_is_closed_or_never_answers_is_given_up(
+    answers, message, monkeypatch, meet_at
+):
+    meet_at(open_store().port)  # which is closed at once
+    if not answers:
+        monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: BeyondADeadLink())
+    with pytest.raises(PipelineTimeoutError, match=message):
         rendezvous(1, 2, 60.0, patience_s=1.0, watcher=Watcher())
 
 
@@ -212,11 +217,10 @@ def test_the_command_starts_processes_that_meet_at_an_open_place(monkeypatch):
     assert started == [("1", True), ("2", True)]
 
 
-def test_a_port_that_another_process_has_is_named(monkeypatch):
+def test_a_port_that_another_process_has_is_named(meet_at):
     """History: the error said that nobody had opened the place within half an hour."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+        meet_at(server.getsockname()[1])
         with pytest.raises(
             ConfigurationError, match=r"port \d+, .* in use by another .*MASTER_PORT"
         ):

@@ -15,7 +15,7 @@ from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.profiling.state import placed, undisturbed
-from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
+from tests.distributed.scenarios import fit_module, make, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
 
 
@@ -62,9 +62,8 @@ def test_a_module_knows_that_it_is_still_on_the_host(options, monkeypatch):
     Lightning tells modules that they are on their device before anything is there, and probing begins on the host.
     """
     monkeypatch.setattr(MakesTensors, "seen", ())
-    module = build(Settings(module_class=MakesTensors))
-    trainer = quiet_trainer(devices=1, strategy=quick_strategy(**options), max_steps=2)
-    trainer.fit(module, datamodule=Data())
+    whole = {"num_stages": "auto", "num_microbatches": "auto"}
+    fit_module(MakesTensors, strategy={**whole, **options}, max_steps=2)
     assert len(MakesTensors.seen) > 6
     assert all(places == {HOST} for places in MakesTensors.seen)
 
@@ -81,8 +80,7 @@ class ReturnsMore(TinyDiffusion):
 @pytest.mark.parametrize("module_class", [ReturnsMore, TinyDiffusion])
 def test_what_a_step_returns_beside_the_loss_is_named_once(module_class, recwarn):
     """History: it was dropped without a word, and a callback got a KeyError after the first step."""
-    trainer = quiet_trainer(devices=1, strategy=quick_strategy(), max_steps=2)
-    trainer.fit(build(Settings(module_class=module_class)), datamodule=Data())
+    fit_module(module_class, max_steps=2)
     said = [str(w.message) for w in recwarn if "only the loss leaves" in str(w.message)]
     assert len(said) == (module_class is ReturnsMore)
     assert all("training_step returns 'half', 'pred' beside the loss" in text for text in said)
@@ -94,9 +92,8 @@ def few(size):
 
 def test_a_batch_that_is_never_full_ends_the_set_up():
     """History: a plan was made, nothing was trained, and the run ended as if all were well."""
-    trainer = quiet_trainer(devices=1, strategy=quick_strategy())
     with pytest.raises(ConfigurationError, match="6 training samples make no batch of 8"):
-        trainer.fit(build(Settings()), few(6))
+        fit_module(data=few(6))
 
 
 def test_a_pipelines_share_that_makes_no_batch_ends_the_set_up():
@@ -154,10 +151,9 @@ def test_two_pairs_of_captions_are_those_of_two_samples():
     Such a batch was cut across the pairs; frozen layers ran on whole microbatches, as if they mixed samples.
     """
     weights = []
-    for options in ({}, {"strategy": quick_strategy(num_stages=1, num_microbatches=2)}):
-        module = build(Settings(module_class=ReadsPairs))
-        loader = DataLoader(Pairs(10), 4, collate_fn=as_pairs)  # 4, 4, 2
-        quiet_trainer(devices=1, **options).fit(module, loader)
+    for world_size in (0, 1):
+        module = make(ReadsPairs)
+        fit_module(module, world_size, DataLoader(Pairs(10), 4, collate_fn=as_pairs))  # 4, 4, 2
         weights.append(dict(module.state_dict()))
     torch.testing.assert_close(*weights)
     assert len(module.rows) == 2, "microbatches of two samples and of one"
@@ -199,12 +195,11 @@ def test_a_trainer_can_be_pickled(stored, when):
     strategy = quick_strategy(profile="flops")
     trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=2, max_epochs=-1)
     if when != "before":
-        module = build(Settings())
         run = trainer.fit if when == "after fit" else trainer.validate
-        run(module, datamodule=Data())
+        run(make(), datamodule=Data())
     again = pickle.loads(stored(trainer))
     assert type(again.strategy) is DiffPipeStrategy
     assert again.global_step == trainer.global_step
     again.fit_loop.epoch_loop.max_steps = 3
-    again.fit(build(Settings()), datamodule=Data())
+    again.fit(make(), datamodule=Data())
     assert again.global_step == 3

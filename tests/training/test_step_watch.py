@@ -1,5 +1,6 @@
 """A step that changes after it was probed is noticed, and the user told what changed."""
 
+import contextlib
 import dataclasses
 import logging
 from types import SimpleNamespace
@@ -56,30 +57,33 @@ class Checked(Chain):
         return self.norm(self.dropping(self.layers[1:](first))).square().mean()
 
 
+@contextlib.contextmanager
 def pipeline(epoch=0, module_class=Chain):
     """A pipeline of two stages in eval mode, whose module is then told an epoch; and the last rank's watch."""
-    module = module_class().eval()
-    ranks = Loopback(
-        module, lambda module, batch: module(batch), BATCH, num_stages=2, num_microbatches=2
-    )
-    last = ranks.ranks[-1]
-    watch = StepWatch(last.module, last.engine.layout, {"shift": last.module.shift}, {})
-    for rank in ranks.ranks:
-        rank.module.epoch = epoch
-    return ranks, last.module, watch
+    module, step = module_class().eval(), lambda module, batch: module(batch)
+    with Loopback(module, step, BATCH, num_stages=2, num_microbatches=2) as ranks:
+        last = ranks.ranks[-1]
+        watch = StepWatch(last.module, last.engine.layout, {"shift": last.module.shift}, {})
+        for rank in ranks.ranks:
+            rank.module.epoch = epoch
+        yield ranks, last.module, watch
+
+
+def last_rank(**options):
+    """The module of the last rank and its watch, when the pipeline is gone."""
+    with pipeline(**options) as (_, module, watch):
+        return module, watch
 
 
 def test_a_branch_that_begins_later_reads_no_zeros():
     """History: what no stage read when the step was probed was full of zeros, and a later term trained nothing."""
-    ranks, _, _ = pipeline(epoch=1)
-    loss = ranks.run_step(BATCH, 0)
-    ranks.close()
+    with pipeline(epoch=1) as (ranks, _, _):
+        loss = ranks.run_step(BATCH, 0)
     assert loss != loss
 
 
 def test_a_loss_that_is_not_finite_is_said_once_with_both_causes(caplog):
-    ranks, _, watch = pipeline()
-    ranks.close()
+    _, watch = last_rank()
     with caplog.at_level(logging.WARNING):
         for loss in (1.0, float("nan"), float("inf"), 1.0, float("nan")):
             watch.after_step(torch.tensor(loss), 7)
@@ -90,8 +94,7 @@ def test_a_loss_that_is_not_finite_is_said_once_with_both_causes(caplog):
 
 def test_a_gradient_that_nobody_puts_aside_is_refused():
     """History: a parameter whose term began later lost its gradients to zero_grad and never moved."""
-    ranks, module, watch = pipeline()
-    ranks.close()
+    module, watch = last_rank()
     watch.after_step(torch.tensor(1.0), 7)
     module.shift.grad = torch.ones(4)
     with pytest.raises(GraphError, match=r"shift got a gradient, though .* from the first step on"):
@@ -101,8 +104,7 @@ def test_a_gradient_that_nobody_puts_aside_is_refused():
 @pytest.mark.parametrize("value", [1e30, float("nan"), float("inf"), float("-inf")])
 def test_a_gradient_that_is_not_finite_diverges_and_a_large_one_does_not(value):
     """The square of a large one is not finite, either."""
-    ranks, module, watch = pipeline()
-    ranks.close()
+    module, watch = last_rank()
     watch.trained = {"norm.bias": module.norm.bias, "shift": module.shift}
     for parameter in watch.trained.values():
         parameter.grad = torch.ones(4)
@@ -123,8 +125,7 @@ def late(monkeypatch):
 
 def test_the_last_step_is_looked_at_too(late):
     """On a GPU a step is looked at when the next one has come."""
-    ranks, _, watch = pipeline()
-    ranks.close()
+    _, watch = last_rank()
     watch.after_step(torch.tensor(float("nan")), 7)
     assert watch.num_diverged == 0
     watch.finish()
@@ -136,8 +137,7 @@ def test_the_last_step_is_looked_at_too(late):
 @pytest.mark.parametrize("name", ["dropping", "norm"])
 def test_modes_that_change_what_is_drawn_or_written_are_refused(name):
     """History: dropout switched on after the probe drew masks that depended on where the layers were cut."""
-    ranks, module, watch = pipeline()
-    ranks.close()
+    module, watch = last_rank()
     watch.before_step(BATCH, ())
     module.get_submodule(name).train()
     with pytest.raises(ConfigurationError, match=rf"{name} \(train\), .* Set modes before trainer"):
@@ -145,8 +145,7 @@ def test_modes_that_change_what_is_drawn_or_written_are_refused(name):
 
 
 def test_modes_that_change_nothing_are_let_be(monkeypatch):
-    ranks, module, watch = pipeline()
-    ranks.close()
+    module, watch = last_rank()
     module.layers.train()
     watch.before_step(BATCH, ())
     monkeypatch.setattr(watch, "layout", SimpleNamespace())  # is not asked again
@@ -155,8 +154,7 @@ def test_modes_that_change_nothing_are_let_be(monkeypatch):
 
 def test_modes_are_let_be_with_a_warning_where_the_step_bears_no_placeholders(caplog):
     """History: `.eval()` of a part without dropout ended healthy runs of steps that look at values."""
-    ranks, module, watch = pipeline(module_class=Checked)
-    ranks.close()
+    module, watch = last_rank(module_class=Checked)
     module.layers.train()
     with caplog.at_level(logging.WARNING, "lightning_diffpipe.training.step_watch"):
         for _ in range(2):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_diffpipe.graph.trial import untouched
-from tests.distributed.scenarios import quick_strategy, quiet_trainer
+from tests.distributed.scenarios import fit_module
 from tests.rows import row
 
 NUMBER, NUMBERS = 0, {"n": 0}
@@ -153,11 +153,11 @@ def loader():
     return DataLoader(TensorDataset(torch.randn(18, 4), torch.randn(18, 4)), batch_size=6)
 
 
-def losses_of(make, strategy="auto", **options):
+def losses_of(make, world_size=1, num_microbatches=1, **options):
     torch.manual_seed(0)
     module = make()
-    trainer = quiet_trainer(devices=1, strategy=strategy, max_epochs=1, **options)
-    trainer.fit(module, loader())
+    strategy = {"num_microbatches": num_microbatches}
+    fit_module(module, world_size, loader(), strategy, max_epochs=1, **options)
     return module.losses
 
 
@@ -177,10 +177,9 @@ def counted_from_0(monkeypatch):
 
 
 def check(make, begin, **options):
-    expected = losses_of(make)
+    expected = losses_of(make, world_size=0)
     begin()
-    found = losses_of(make, quick_strategy(num_stages=1, **options))
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert losses_of(make, **options) == pytest.approx(expected, rel=1e-5)
     assert len(set(expected)) == len(expected)
 
 
@@ -236,8 +235,7 @@ def test_nobody_sees_trial_runs(capsys, caplog):
         return module
 
     logger = ToList()
-    strategy = quick_strategy(num_stages=1, num_microbatches=1)
-    assert len(losses_of(make, strategy, logger=logger)) == 3
+    assert len(losses_of(make, logger=logger)) == 3
     printed = capsys.readouterr()
     assert (printed.out.count("a step"), printed.out.count("a gradient")) == (3, 3)
     assert printed.err.count("a step") == 3
@@ -260,9 +258,7 @@ def test_trial_runs_find_the_folder_of_the_logger(kind, tmp_path):
     folders = []
     logger = CSVLogger(tmp_path, "name", 3) if kind is CSVLogger else ToList()
     expected = f"{tmp_path}/name/version_3" if kind is CSVLogger else None
-    losses_of(
-        partial(Writes, of_class), quick_strategy(num_stages=1, num_microbatches=1), logger=logger
-    )
+    losses_of(partial(Writes, of_class), logger=logger)
     assert len(folders) > 3, "trials have noted it, too"
     assert {*folders} == {expected}
 

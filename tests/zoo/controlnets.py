@@ -57,6 +57,7 @@ SD3_INPUTS = {
     "pooled_projections": normal(10),
     "timestep": steps(),
 }
+SD3_HINTED = SD3_INPUTS | dict(controlnet_cond=normal(4, 16, 24))
 QWEN = config_of(packed.CASES, "QwenImageTransformer2DModel")
 QWEN_INPUTS = {
     "hidden_states": normal(24, 16),
@@ -70,7 +71,12 @@ HUNYUAN_CONTROL = {k: v for k, v in HUNYUAN.items() if k != "num_layers"} | dict
     transformer_num_layers=8, conditioning_channels=4
 )
 HUNYUAN_CASE = next(case for case in image.CASES if case.name == "HunyuanDiT2DModel")
+HUNYUAN_HINTED = HUNYUAN_CASE.batch | dict(controlnet_cond=normal(4, 16, 16))
 SANA = config_of(image.CASES, "SanaTransformer2DModel")
+SANA_HINTED = dict(
+    hidden_states=normal(4, 8, 12), encoder_hidden_states=normal(7, 8), timestep=steps(),
+    controlnet_cond=normal(4, 8, 12),
+)  # fmt: skip
 Z_IMAGE = config_of(packed.CASES, "ZImageTransformer2DModel")
 
 
@@ -110,6 +116,34 @@ def residuals_with_control(model: Controlled, batch: Batch, constants: dict | No
     return model.denoiser(**inputs, controlnet_block_samples=residuals.controlnet_block_samples)
 
 
+def several_controls(
+    name: str,
+    config: dict,
+    batch: dict,
+    constants: dict | None = None,
+    doubled: tuple[str, ...] = (),
+) -> Case:
+    """Two ControlNets, to each of which goes the same hint."""
+
+    def call(model: nn.Module, batch: Batch):
+        twice = {key: [batch[key]] * 2 for key in ("controlnet_cond", *doubled)}
+        return model(
+            **batch | twice, **constants or {}, conditioning_scale=[0.5, 1.0], return_dict=False
+        )
+
+    return Case(name, batch=batch, make=several(name, config), call=call)
+
+
+def locked(
+    name: str, config: dict, denoiser: str, frozen_config: dict, batch: dict, call: Callable
+) -> Case:
+    """A ControlNet that trains through a locked transformer."""
+    make = lambda: Controlled(
+        getattr(diffusers, name)(**config), getattr(diffusers, denoiser)(**frozen_config)
+    )
+    return Case(f"{name} with locked transformer", batch=batch, make=make, call=call)
+
+
 def z_image_pair() -> Controlled:
     denoiser = diffusers.ZImageTransformer2DModel(**Z_IMAGE)
     control = diffusers.ZImageControlNetModel(
@@ -138,16 +172,7 @@ CASES = [
         ),
         call=unet_with_control,
     ),
-    Case(
-        "MultiControlNetModel",
-        batch=IMAGE | TEXT | HINT,
-        make=several("MultiControlNetModel", CONTROL),
-        call=lambda model, batch: model(
-            **(batch | {"controlnet_cond": [batch["controlnet_cond"]] * 2}),
-            conditioning_scale=[0.5, 1.0],
-            return_dict=False,
-        ),
-    ),
+    several_controls("MultiControlNetModel", CONTROL, IMAGE | TEXT | HINT),
     Case(
         "ControlNetUnionModel",
         UNION,
@@ -210,58 +235,25 @@ CASES = [
         "FluxControlNetModel", {**FLUX, "num_single_layers": 2}, FLUX_INPUTS | dict(controlnet_cond=normal(24, 4)),
         packed.IDS,
     ),
-    Case(
-        "FluxControlNetModel with locked transformer",
-        batch=FLUX_INPUTS | dict(controlnet_cond=normal(24, 4)),
-        make=lambda: Controlled(
-            diffusers.FluxControlNetModel(**FLUX | dict(num_layers=2, num_single_layers=2)),
-            diffusers.FluxTransformer2DModel(**FLUX),
-        ),
-        call=flux_with_control,
+    locked(
+        "FluxControlNetModel", FLUX | dict(num_layers=2, num_single_layers=2), "FluxTransformer2DModel", FLUX,
+        FLUX_INPUTS | dict(controlnet_cond=normal(24, 4)), flux_with_control,
     ),
-    Case(
-        "FluxMultiControlNetModel",
-        batch=FLUX_INPUTS | dict(controlnet_cond=normal(24, 4), controlnet_mode=tokens(2)),
-        make=several("FluxMultiControlNetModel", FLUX | dict(num_single_layers=2, num_mode=2)),
-        call=lambda model, batch: model(
-            **(
-                batch
-                | {k: [batch[k]] * 2 for k in ("controlnet_cond", "controlnet_mode")}
-                | packed.IDS
-            ),
-            conditioning_scale=[0.5, 1.0],
-            return_dict=False,
-        ),
+    several_controls(
+        "FluxMultiControlNetModel", FLUX | dict(num_single_layers=2, num_mode=2),
+        FLUX_INPUTS | dict(controlnet_cond=normal(24, 4), controlnet_mode=tokens(2)), packed.IDS,
+        doubled=("controlnet_mode",),
     ),
-    Case("SD3ControlNetModel", SD3, SD3_INPUTS | dict(controlnet_cond=normal(4, 16, 24))),
-    Case(
-        "SD3ControlNetModel with locked transformer",
-        batch=SD3_INPUTS | dict(controlnet_cond=normal(4, 16, 24)),
-        make=lambda: Controlled(
-            diffusers.SD3ControlNetModel(**SD3 | dict(num_layers=2)),
-            diffusers.SD3Transformer2DModel(**SD3),
-        ),
-        call=sd3_with_control,
+    Case("SD3ControlNetModel", SD3, SD3_HINTED),
+    locked(
+        "SD3ControlNetModel", SD3 | dict(num_layers=2), "SD3Transformer2DModel", SD3, SD3_HINTED,
+        sd3_with_control,
     ),
-    Case(
-        "SD3MultiControlNetModel",
-        batch=SD3_INPUTS | dict(controlnet_cond=normal(4, 16, 24)),
-        make=several("SD3MultiControlNetModel", SD3),
-        call=lambda model, batch: model(
-            **(batch | {"controlnet_cond": [batch["controlnet_cond"]] * 2}),
-            conditioning_scale=[0.5, 1.0],
-            return_dict=False,
-        ),
-    ),
+    several_controls("SD3MultiControlNetModel", SD3, SD3_HINTED),
     Case("QwenImageControlNetModel", QWEN, QWEN_INPUTS | dict(controlnet_cond=normal(24, 16))),
-    Case(
-        "QwenImageControlNetModel with locked transformer",
-        batch=QWEN_INPUTS | dict(controlnet_cond=normal(24, 16)),
-        make=lambda: Controlled(
-            diffusers.QwenImageControlNetModel(**QWEN | dict(num_layers=2)),
-            diffusers.QwenImageTransformer2DModel(**QWEN),
-        ),
-        call=residuals_with_control,
+    locked(
+        "QwenImageControlNetModel", QWEN | dict(num_layers=2), "QwenImageTransformer2DModel", QWEN,
+        QWEN_INPUTS | dict(controlnet_cond=normal(24, 16)), residuals_with_control,
     ),
     Case(
         "QwenImageMultiControlNetModel",
@@ -275,47 +267,18 @@ CASES = [
             return_dict=False,
         ),
     ),
-    Case(
-        "HunyuanDiT2DControlNetModel", HUNYUAN_CONTROL,
-        HUNYUAN_CASE.batch | dict(controlnet_cond=normal(4, 16, 16)), HUNYUAN_CASE.constants,
+    Case("HunyuanDiT2DControlNetModel", HUNYUAN_CONTROL, HUNYUAN_HINTED, HUNYUAN_CASE.constants),
+    locked(
+        "HunyuanDiT2DControlNetModel", HUNYUAN_CONTROL, "HunyuanDiT2DModel", HUNYUAN | dict(num_layers=8),
+        HUNYUAN_HINTED, lambda model, batch: residuals_with_control(model, batch, HUNYUAN_CASE.constants),
     ),
-    Case(
-        "HunyuanDiT2DControlNetModel with locked transformer",
-        batch=HUNYUAN_CASE.batch | dict(controlnet_cond=normal(4, 16, 16)),
-        make=lambda: Controlled(
-            diffusers.HunyuanDiT2DControlNetModel(**HUNYUAN_CONTROL),
-            diffusers.HunyuanDiT2DModel(**HUNYUAN | dict(num_layers=8)),
-        ),
-        call=lambda model, batch: residuals_with_control(model, batch, HUNYUAN_CASE.constants),
+    several_controls(
+        "HunyuanDiT2DMultiControlNetModel", HUNYUAN_CONTROL, HUNYUAN_HINTED, HUNYUAN_CASE.constants
     ),
-    Case(
-        "HunyuanDiT2DMultiControlNetModel",
-        batch=HUNYUAN_CASE.batch | dict(controlnet_cond=normal(4, 16, 16)),
-        make=several("HunyuanDiT2DMultiControlNetModel", HUNYUAN_CONTROL),
-        call=lambda model, batch: model(
-            **(batch | {"controlnet_cond": [batch["controlnet_cond"]] * 2}), **HUNYUAN_CASE.constants,
-            conditioning_scale=[0.5, 1.0], return_dict=False,
-        ),
-    ),
-    Case(
-        "SanaControlNetModel",
-        SANA,
-        dict(
-            hidden_states=normal(4, 8, 12), encoder_hidden_states=normal(7, 8), timestep=steps(),
-            controlnet_cond=normal(4, 8, 12),
-        ),
-    ),
-    Case(
-        "SanaControlNetModel with locked transformer",
-        batch=dict(
-            hidden_states=normal(4, 8, 12), encoder_hidden_states=normal(7, 8), timestep=steps(),
-            controlnet_cond=normal(4, 8, 12),
-        ),
-        make=lambda: Controlled(
-            diffusers.SanaControlNetModel(**SANA | dict(num_layers=2)),
-            diffusers.SanaTransformer2DModel(**SANA),
-        ),
-        call=residuals_with_control,
+    Case("SanaControlNetModel", SANA, SANA_HINTED),
+    locked(
+        "SanaControlNetModel", SANA | dict(num_layers=2), "SanaTransformer2DModel", SANA, SANA_HINTED,
+        residuals_with_control,
     ),
     Case(
         "ZImageControlNetModel with locked transformer",

@@ -67,6 +67,11 @@ def denoiser(name: str, **changes: Any) -> Callable[[Path], nn.Module]:
     return lambda _: getattr(diffusers, name.split()[0])(**{**CASES[name].config, **changes})
 
 
+def with_denoiser(parts: Parts, name: str, **changes: Any) -> Parts:
+    """Parts of a pipeline, and a transformer of the zoo."""
+    return {**parts, "transformer": denoiser(name, **changes)}
+
+
 def of(cls: Any, *arguments: Any, **options: Any) -> Callable[[Path], Any]:
     """What a class gives for these arguments."""
     return lambda _: cls(*arguments, **options)
@@ -205,6 +210,9 @@ TWO_CLIPS = CLIP | {
     "text_encoder_2": of(tiny.clip_encoder, projection=16),
     "tokenizer_2": tiny.clip_tokenizer,
 }
+T5_2 = {"text_encoder_2": of(tiny_text_encoder), "tokenizer_2": byte_tokenizer}
+T5_3 = {"text_encoder_3": of(tiny_text_encoder), "tokenizer_3": byte_tokenizer}
+CLIP77_2 = {"text_encoder_2": clip77, "tokenizer_2": tiny.clip_tokenizer}
 GEMMA2 = {"text_encoder": language_model("Gemma2"), "tokenizer": byte_tokenizer}
 QWEN3 = {"text_encoder": language_model("Qwen3"), "tokenizer": long_tokenizer}
 QWEN_VL = {
@@ -239,22 +247,21 @@ SDXL_UNET = dict(
     transformer_layers_per_block=(1, 2),
 )
 SDXL = VAE | TWO_CLIPS | DDIM | {"unet": of(tiny.unet, **SDXL_UNET), "add_watermarker": of(bool)}
-SD3 = {
-    **SHIFTED,
-    **FLOW,
-    "text_encoder": of(tiny.clip_encoder, width=8, projection=8),
-    "text_encoder_2": of(tiny.clip_encoder, width=8, projection=8),
-    "text_encoder_3": of(tiny_text_encoder),
-    "tokenizer": tiny.clip_tokenizer,
-    "tokenizer_2": tiny.clip_tokenizer,
-    "tokenizer_3": byte_tokenizer,
-    "transformer": denoiser(
-        "SD3Transformer2DModel", joint_attention_dim=16, pooled_projection_dim=16
-    ),
-}
-PIXART = (
-    VAE | T5 | DDIM | {"transformer": denoiser("PixArtTransformer2DModel", caption_channels=16)}
+SD3 = with_denoiser(
+    SHIFTED
+    | FLOW
+    | T5_3
+    | {
+        "text_encoder": of(tiny.clip_encoder, width=8, projection=8),
+        "text_encoder_2": of(tiny.clip_encoder, width=8, projection=8),
+        "tokenizer": tiny.clip_tokenizer,
+        "tokenizer_2": tiny.clip_tokenizer,
+    },
+    "SD3Transformer2DModel",
+    joint_attention_dim=16,
+    pooled_projection_dim=16,
 )
+PIXART = with_denoiser(VAE | T5 | DDIM, "PixArtTransformer2DModel", caption_channels=16)
 MOTION = {
     "motion_adapter": of(
         diffusers.MotionAdapter,
@@ -265,72 +272,54 @@ MOTION = {
     )
 }
 UNCONDITIONAL = {"unet": denoiser("UNet2DModel")}
-HUNYUAN_DIT = {
-    **DEEP,
-    **DDPM,
-    "text_encoder": bert,
-    "tokenizer": byte_tokenizer,
-    "text_encoder_2": of(tiny_text_encoder),
-    "tokenizer_2": byte_tokenizer,
-    "transformer": denoiser(
-        "HunyuanDiT2DModel", cross_attention_dim=16, cross_attention_dim_t5=16, text_len=77, text_len_t5=256,
-        pooled_projection_dim=16,
-    ),
-    "requires_safety_checker": of(bool),
-}  # fmt: skip
-SANA = (
-    GEMMA2
-    | DC
-    | FLOW
-    | {"transformer": denoiser("SanaTransformer2DModel", patch_size=1, caption_channels=16)}
+HUNYUAN_DIT = with_denoiser(
+    DEEP | DDPM | T5_2 | {
+        "text_encoder": bert, "tokenizer": byte_tokenizer, "requires_safety_checker": of(bool),
+    },
+    "HunyuanDiT2DModel", cross_attention_dim=16, cross_attention_dim_t5=16, text_len=77, text_len_t5=256,
+    pooled_projection_dim=16,
+)  # fmt: skip
+SANA = with_denoiser(
+    GEMMA2 | DC | FLOW, "SanaTransformer2DModel", patch_size=1, caption_channels=16
 )
-WAN = {
-    **WAN_VAE,
-    **UNIPC,
-    "text_encoder": umt5,
-    "tokenizer": byte_tokenizer,
-    "transformer": denoiser("WanTransformer3DModel", in_channels=16, out_channels=16),
-}
-COGVIDEOX = {
-    **T5,
-    "scheduler": of(diffusers.CogVideoXDDIMScheduler, prediction_type="v_prediction"),
-    "vae": of(
-        diffusers.AutoencoderKLCogVideoX, in_channels=3, out_channels=3, norm_num_groups=2,
-        temporal_compression_ratio=4, **levels("CogVideoX"),
-    ),
-    "transformer": denoiser(
-        "CogVideoXTransformer3DModel", text_embed_dim=16, max_text_seq_length=8
-    ),
-}  # fmt: skip
-LTX = {
-    **T5,
-    **SHIFTING,
-    "vae": of(
-        diffusers.AutoencoderKLLTXVideo, in_channels=3, out_channels=3, latent_channels=4,
-        block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
-        layers_per_block=(1, 1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1, 1),
-        spatio_temporal_scaling=(True, True, False, False),
-        decoder_spatio_temporal_scaling=(True, True, False, False), decoder_inject_noise=(False,) * 5,
-        upsample_residual=(False,) * 4, upsample_factor=(1, 1, 1, 1), timestep_conditioning=False,
-        patch_size=1, patch_size_t=1, encoder_causal=True, decoder_causal=False,
-    ),
-    "transformer": denoiser("LTXVideoTransformer3DModel", caption_channels=16),
-}  # fmt: skip
+WAN = with_denoiser(
+    WAN_VAE | UNIPC | {"text_encoder": umt5, "tokenizer": byte_tokenizer},
+    "WanTransformer3DModel",
+    in_channels=16,
+    out_channels=16,
+)
+COGVIDEOX = with_denoiser(
+    T5 | {
+        "scheduler": of(diffusers.CogVideoXDDIMScheduler, prediction_type="v_prediction"),
+        "vae": of(
+            diffusers.AutoencoderKLCogVideoX, in_channels=3, out_channels=3, norm_num_groups=2,
+            temporal_compression_ratio=4, **levels("CogVideoX"),
+        ),
+    },
+    "CogVideoXTransformer3DModel", text_embed_dim=16, max_text_seq_length=8,
+)  # fmt: skip
+LTX = with_denoiser(
+    T5 | SHIFTING | {
+        "vae": of(
+            diffusers.AutoencoderKLLTXVideo, in_channels=3, out_channels=3, latent_channels=4,
+            block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
+            layers_per_block=(1, 1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1, 1),
+            spatio_temporal_scaling=(True, True, False, False),
+            decoder_spatio_temporal_scaling=(True, True, False, False), decoder_inject_noise=(False,) * 5,
+            upsample_residual=(False,) * 4, upsample_factor=(1, 1, 1, 1), timestep_conditioning=False,
+            patch_size=1, patch_size_t=1, encoder_causal=True, decoder_causal=False,
+        ),
+    },
+    "LTXVideoTransformer3DModel", caption_channels=16,
+)  # fmt: skip
 
 SHORT = {"max_sequence_length": 8}
 UNBINNED = {"use_resolution_binning": False}
 FRAMES = {"num_frames": 5}
 VIDEO = (3, 5, 32, 32)
 PACKED = dict(in_channels=16, joint_attention_dim=16)
-FLUX = (
-    SHIFTED
-    | CLIP
-    | SHIFTING
-    | {
-        "text_encoder_2": of(tiny_text_encoder),
-        "tokenizer_2": byte_tokenizer,
-        "transformer": denoiser("FluxTransformer2DModel", **PACKED, pooled_projection_dim=16),
-    }
+FLUX = with_denoiser(
+    SHIFTED | CLIP | SHIFTING | T5_2, "FluxTransformer2DModel", **PACKED, pooled_projection_dim=16
 )
 
 PIPELINES: dict[str, TinyPipeline] = {
@@ -418,7 +407,7 @@ PIPELINES: dict[str, TinyPipeline] = {
             **DDIM, "vqvae": of(tiny.vae), "unet": denoiser("UNet2DModel", in_channels=4, out_channels=4),
         }
     ),
-    "DiTPipeline": TinyPipeline(VAE | DDIM | {"transformer": denoiser("DiTTransformer2DModel")}),
+    "DiTPipeline": TinyPipeline(with_denoiser(VAE | DDIM, "DiTTransformer2DModel")),
     # Image transformers
     "PixArtAlphaPipeline": TinyPipeline(PIXART, {"clean_caption": False}, drawn=UNBINNED),
     "PixArtSigmaPipeline": TinyPipeline(PIXART, {"clean_caption": False}, drawn=UNBINNED),
@@ -428,10 +417,7 @@ PIPELINES: dict[str, TinyPipeline] = {
     "StableDiffusion3Pipeline": TinyPipeline(SD3, SHORT),
     "StableDiffusion3PAGPipeline": TinyPipeline(SD3, SHORT),
     "AuraFlowPipeline": TinyPipeline(
-        VAE
-        | T5
-        | FLOW
-        | {"transformer": denoiser("AuraFlowTransformer2DModel", joint_attention_dim=16)},
+        with_denoiser(VAE | T5 | FLOW, "AuraFlowTransformer2DModel", joint_attention_dim=16),
         SHORT,
     ),
     "FluxPipeline": TinyPipeline(FLUX, SHORT),
@@ -439,114 +425,86 @@ PIPELINES: dict[str, TinyPipeline] = {
         FLUX, SHORT, drawn={"max_area": 32 * 32, "_auto_resize": False}, edits=True
     ),
     "Flux2Pipeline": TinyPipeline(
-        PATCHED
-        | SHIFTING
-        | {
-            "text_encoder": language_model("Mistral", "ForCausalLM"), "tokenizer": long_tokenizer,
-            "transformer": denoiser("Flux2Transformer2DModel", **PACKED),
-        },
+        with_denoiser(
+            PATCHED | SHIFTING | {
+                "text_encoder": language_model("Mistral", "ForCausalLM"), "tokenizer": long_tokenizer,
+            },
+            "Flux2Transformer2DModel", **PACKED,
+        ),
         SHORT | {"text_encoder_out_layers": (1,)},
     ),
     "Flux2KleinPipeline": TinyPipeline(
-        PATCHED
-        | SHIFTING
-        | {
-            "text_encoder": language_model("Qwen3", "ForCausalLM"), "tokenizer": long_tokenizer,
-            "transformer": denoiser("Flux2Transformer2DModel", **PACKED, guidance_embeds=False),
-        },
+        with_denoiser(
+            PATCHED | SHIFTING | {
+                "text_encoder": language_model("Qwen3", "ForCausalLM"), "tokenizer": long_tokenizer,
+            },
+            "Flux2Transformer2DModel", **PACKED, guidance_embeds=False,
+        ),
         SHORT | {"text_encoder_out_layers": (1,)},
     ),
     "ChromaPipeline": TinyPipeline(
-        SHIFTED | T5 | FLOW | {"transformer": denoiser("ChromaTransformer2DModel", **PACKED)}, SHORT
+        with_denoiser(SHIFTED | T5 | FLOW, "ChromaTransformer2DModel", **PACKED), SHORT
     ),
-    "BriaPipeline": TinyPipeline(
-        SHIFTED | T5 | FLOW | {"transformer": denoiser("BriaTransformer2DModel", **PACKED)}, SHORT
-    ),
+    "BriaPipeline": TinyPipeline(with_denoiser(SHIFTED | T5 | FLOW, "BriaTransformer2DModel", **PACKED), SHORT),
     "BriaFiboPipeline": TinyPipeline(
-        {
-            **FLOW,
-            "vae": of(
-                diffusers.AutoencoderKLWan, base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
-                temperal_downsample=[False, True, True], in_channels=12, out_channels=12, patch_size=2,
-                scale_factor_spatial=16,
-            ),
-            "text_encoder": language_model("SmolLM3", "ForCausalLM", vocab_size=128001),
-            "tokenizer": byte_tokenizer,
-            "transformer": denoiser(
-                "BriaFiboTransformer2DModel", in_channels=16, joint_attention_dim=32, text_encoder_dim=16,
-            ),
-        },
+        with_denoiser(
+            FLOW | {
+                "vae": of(
+                    diffusers.AutoencoderKLWan, base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
+                    temperal_downsample=[False, True, True], in_channels=12, out_channels=12, patch_size=2,
+                    scale_factor_spatial=16,
+                ),
+                "text_encoder": language_model("SmolLM3", "ForCausalLM", vocab_size=128001),
+                "tokenizer": byte_tokenizer,
+            },
+            "BriaFiboTransformer2DModel", in_channels=16, joint_attention_dim=32, text_encoder_dim=16,
+        ),
         SHORT,
     ),
     "CogView3PlusPipeline": TinyPipeline(
-        VAE
-        | T5
-        | {
-            "scheduler": of(diffusers.CogVideoXDDIMScheduler, prediction_type="v_prediction"),
-            "transformer": denoiser(
-                "CogView3PlusTransformer2DModel", text_embed_dim=16, pos_embed_max_size=64
-            ),
-        },
+        with_denoiser(
+            VAE | T5 | {"scheduler": of(diffusers.CogVideoXDDIMScheduler, prediction_type="v_prediction")},
+            "CogView3PlusTransformer2DModel", text_embed_dim=16, pos_embed_max_size=64,
+        ),
         SHORT,
     ),
     "CogView4Pipeline": TinyPipeline(
-        {
-            **VAE,
-            **SHIFTING,
-            "text_encoder": language_model("Glm"),
-            "tokenizer": byte_tokenizer,
-            "transformer": denoiser(
-                "CogView4Transformer2DModel", text_embed_dim=16, pos_embed_max_size=64
-            ),
-        },
+        with_denoiser(
+            VAE | SHIFTING | {"text_encoder": language_model("Glm"), "tokenizer": byte_tokenizer},
+            "CogView4Transformer2DModel", text_embed_dim=16, pos_embed_max_size=64,
+        ),
         SHORT,
     ),
     "ErnieImagePipeline": TinyPipeline(
-        {
-            **PATCHED,
-            **FLOW,
-            "text_encoder": language_model("Qwen3"),
-            "tokenizer": byte_tokenizer,
-            "transformer": denoiser(
-                "ErnieImageTransformer2DModel", in_channels=16, out_channels=16, text_in_dim=16
-            ),
-        }
+        with_denoiser(
+            PATCHED | FLOW | {"text_encoder": language_model("Qwen3"), "tokenizer": byte_tokenizer},
+            "ErnieImageTransformer2DModel", in_channels=16, out_channels=16, text_in_dim=16,
+        )
     ),
     "HiDreamImagePipeline": TinyPipeline(
-        {
-            **SHIFTED,
-            **FLOW,
-            "text_encoder": of(tiny.clip_encoder, projection=16),
-            "tokenizer": tiny.clip_tokenizer,
-            "text_encoder_2": of(tiny.clip_encoder, projection=16),
-            "tokenizer_2": tiny.clip_tokenizer,
-            "text_encoder_3": of(tiny_text_encoder),
-            "tokenizer_3": byte_tokenizer,
-            "text_encoder_4": language_model("Llama", "ForCausalLM"),
-            "tokenizer_4": byte_tokenizer,
-            "transformer": denoiser(
-                "HiDreamImageTransformer2DModel", caption_channels=[16, 16], text_emb_dim=32,
-                llama_layers=(0, 1, 0, 1, 0, 1), max_resolution=(64, 64),
-            ),
-        },
+        with_denoiser(
+            SHIFTED | FLOW | T5_3 | {
+                "text_encoder": of(tiny.clip_encoder, projection=16), "tokenizer": tiny.clip_tokenizer,
+                "text_encoder_2": of(tiny.clip_encoder, projection=16), "tokenizer_2": tiny.clip_tokenizer,
+                "text_encoder_4": language_model("Llama", "ForCausalLM"), "tokenizer_4": byte_tokenizer,
+            },
+            "HiDreamImageTransformer2DModel", caption_channels=[16, 16], text_emb_dim=32,
+            llama_layers=(0, 1, 0, 1, 0, 1), max_resolution=(64, 64),
+        ),
         SHORT,
         settings={"default_sample_size": 16},
     ),
     "HunyuanImagePipeline": TinyPipeline(
-        {
-            **QWEN_VL,
-            **FLOW,
-            "vae": of(
-                diffusers.AutoencoderKLHunyuanImage, in_channels=3, out_channels=3, latent_channels=4,
-                block_out_channels=(32, 32, 32, 32), layers_per_block=1, scaling_factor=0.5,
-                spatial_compression_ratio=8, sample_size=128,
-            ),
-            "text_encoder_2": of(tiny_text_encoder),
-            "tokenizer_2": byte_tokenizer,
-            "transformer": denoiser(
-                "HunyuanImageTransformer2DModel", text_embed_dim=16, text_embed_2_dim=16
-            ),
-        }
+        with_denoiser(
+            QWEN_VL | FLOW | T5_2 | {
+                "vae": of(
+                    diffusers.AutoencoderKLHunyuanImage, in_channels=3, out_channels=3, latent_channels=4,
+                    block_out_channels=(32, 32, 32, 32), layers_per_block=1, scaling_factor=0.5,
+                    spatial_compression_ratio=8, sample_size=128,
+                ),
+            },
+            "HunyuanImageTransformer2DModel", text_embed_dim=16, text_embed_2_dim=16,
+        )
     ),
     "Ideogram4Pipeline": TinyPipeline(
         PATCHED
@@ -562,118 +520,85 @@ PIPELINES: dict[str, TinyPipeline] = {
         drawn={"guidance_schedule": None, "guidance_scale": 4.0},
     ),
     "Kandinsky5T2IPipeline": TinyPipeline(
-        {
-            **QWEN_VL,
-            **DEEP,
-            **FLOW,
-            "text_encoder_2": clip77,
-            "tokenizer_2": tiny.clip_tokenizer,
-            "transformer": denoiser(
-                "Kandinsky5Transformer3DModel", in_text_dim=16, in_text_dim2=16, patch_size=(1, 2, 2),
-            ),
-        },
+        with_denoiser(
+            QWEN_VL | DEEP | FLOW | CLIP77_2, "Kandinsky5Transformer3DModel", in_text_dim=16, in_text_dim2=16,
+            patch_size=(1, 2, 2),
+        ),
         SHORT,
         settings={"resolutions": [(32, 32)]},
     ),
     "Krea2Pipeline": TinyPipeline(
-        {
-            **QWEN_VAE, **SHIFTING, "text_encoder": vision_language_model("Qwen3VL", "Model"),
-            "tokenizer": long_tokenizer, "text_encoder_select_layers": of(tuple, (0, 1, 2)),
-            "transformer": denoiser("Krea2Transformer2DModel", in_channels=16, text_hidden_dim=16),
-        },
+        with_denoiser(
+            QWEN_VAE | SHIFTING | {
+                "text_encoder": vision_language_model("Qwen3VL", "Model"), "tokenizer": long_tokenizer,
+                "text_encoder_select_layers": of(tuple, (0, 1, 2)),
+            },
+            "Krea2Transformer2DModel", in_channels=16, text_hidden_dim=16,
+        ),
         SHORT,
     ),
     "LongCatImagePipeline": TinyPipeline(
-        {
-            **SHIFTING,
-            **QWEN_VL,
-            "vae": of(tiny.vae, latent_channels=16, shift_factor=0.1),
-            "text_processor": long_tokenizer,
-            "transformer": denoiser(
-                "LongCatImageTransformer2DModel", in_channels=64, joint_attention_dim=16, pooled_projection_dim=16,
-            ),
-        },
+        with_denoiser(
+            SHIFTING | QWEN_VL | {
+                "vae": of(tiny.vae, latent_channels=16, shift_factor=0.1), "text_processor": long_tokenizer,
+            },
+            "LongCatImageTransformer2DModel", in_channels=64, joint_attention_dim=16, pooled_projection_dim=16,
+        ),
         {"enable_prompt_rewrite": False},
     ),
     "Lumina2Pipeline": TinyPipeline(
-        GEMMA2
-        | DEEP
-        | FLOW
-        | {"transformer": denoiser("Lumina2Transformer2DModel", cap_feat_dim=16)},
+        with_denoiser(GEMMA2 | DEEP | FLOW, "Lumina2Transformer2DModel", cap_feat_dim=16),
         SHORT,
     ),
     "LuminaPipeline": TinyPipeline(
-        {
-            **DEEP, **FLOW, "text_encoder": language_model("Gemma", "ForCausalLM"), "tokenizer": byte_tokenizer,
-            "transformer": denoiser("LuminaNextDiT2DModel", cross_attention_dim=16),
-        },
+        with_denoiser(
+            DEEP | FLOW | {"text_encoder": language_model("Gemma", "ForCausalLM"), "tokenizer": byte_tokenizer},
+            "LuminaNextDiT2DModel", cross_attention_dim=16,
+        ),
         SHORT,
     ),
     "NucleusMoEImagePipeline": TinyPipeline(
-        {
-            **QWEN_VAE,
-            **FLOW,
-            "text_encoder": vision_language_model("Qwen3VL", "ForConditionalGeneration"),
-            "processor": long_tokenizer,
-            "transformer": denoiser(
-                "NucleusMoEImageTransformer2DModel", joint_attention_dim=16, moe_enabled=False,
-                capacity_factors=[8.0] * 6,
-            ),
-        },
+        with_denoiser(
+            QWEN_VAE | FLOW | {
+                "text_encoder": vision_language_model("Qwen3VL", "ForConditionalGeneration"),
+                "processor": long_tokenizer,
+            },
+            "NucleusMoEImageTransformer2DModel", joint_attention_dim=16, moe_enabled=False,
+            capacity_factors=[8.0] * 6,
+        ),
         {"max_sequence_length": 16, "return_index": -1},
     ),
     "OvisImagePipeline": TinyPipeline(
-        SHIFTED
-        | QWEN3
-        | SHIFTING
-        | {"transformer": denoiser("OvisImageTransformer2DModel", **PACKED, out_channels=16)},
+        with_denoiser(SHIFTED | QWEN3 | SHIFTING, "OvisImageTransformer2DModel", **PACKED, out_channels=16),
         SHORT,
     ),
     "PRXPipeline": TinyPipeline(
-        SHIFTED | T5 | FLOW | {"transformer": denoiser("PRXTransformer2DModel", context_in_dim=16)},
+        with_denoiser(SHIFTED | T5 | FLOW, "PRXTransformer2DModel", context_in_dim=16),
         drawn=UNBINNED,
     ),
     "PRXPixelPipeline": TinyPipeline(
-        {
-            **QWEN3,
-            **FLOW,
-            "prompt_max_tokens": of(int, 16),
-            "transformer": denoiser(
-                "PRXTransformer2DModel", context_in_dim=16, in_channels=3, bottleneck_size=8,
-                resolution_embeds=True,
-            ),
-        },
+        with_denoiser(
+            QWEN3 | FLOW | {"prompt_max_tokens": of(int, 16)}, "PRXTransformer2DModel", context_in_dim=16,
+            in_channels=3, bottleneck_size=8, resolution_embeds=True,
+        ),
         drawn=UNBINNED,
     ),
     "QwenImagePipeline": TinyPipeline(
-        QWEN_VL
-        | QWEN_VAE
-        | SHIFTING
-        | {"transformer": denoiser("QwenImageTransformer2DModel", joint_attention_dim=16)},
+        with_denoiser(QWEN_VL | QWEN_VAE | SHIFTING, "QwenImageTransformer2DModel", joint_attention_dim=16),
         SHORT,
     ),
-    "SanaPipeline": TinyPipeline(
-        SANA, {"complex_human_instruction": None, **SHORT}, drawn=UNBINNED
-    ),
-    "SanaPAGPipeline": TinyPipeline(
-        SANA, {"complex_human_instruction": None, **SHORT}, drawn=UNBINNED
-    ),
+    "SanaPipeline": TinyPipeline(SANA, {"complex_human_instruction": None, **SHORT}, drawn=UNBINNED),
+    "SanaPAGPipeline": TinyPipeline(SANA, {"complex_human_instruction": None, **SHORT}, drawn=UNBINNED),
     "SanaSprintPipeline": TinyPipeline(
-        SANA
-        | {
-            "scheduler": of(diffusers.SCMScheduler),
-            "transformer": denoiser(
-                "SanaTransformer2DModel", patch_size=1, caption_channels=16, guidance_embeds=True
-            ),
-        },
+        with_denoiser(
+            SANA | {"scheduler": of(diffusers.SCMScheduler)}, "SanaTransformer2DModel", patch_size=1,
+            caption_channels=16, guidance_embeds=True,
+        ),
         {"complex_human_instruction": None, **SHORT},
         drawn=UNBINNED | {"intermediate_timesteps": None},
     ),
     "ZImagePipeline": TinyPipeline(
-        SHIFTED
-        | QWEN3
-        | FLOW
-        | {"transformer": denoiser("ZImageTransformer2DModel", cap_feat_dim=16)},
+        with_denoiser(SHIFTED | QWEN3 | FLOW, "ZImageTransformer2DModel", cap_feat_dim=16),
         SHORT,
     ),
     # Video transformers
@@ -683,67 +608,48 @@ PIPELINES: dict[str, TinyPipeline] = {
         VIDEO,
     ),
     "HunyuanVideoPipeline": TinyPipeline(
-        {
-            **HUNYUAN_VIDEO_VAE,
-            **FLOW,
-            "text_encoder": language_model("Llama"),
-            "tokenizer": byte_tokenizer,
-            "text_encoder_2": clip77,
-            "tokenizer_2": tiny.clip_tokenizer,
-            "transformer": denoiser(
-                "HunyuanVideoTransformer3DModel", guidance_embeds=True, text_embed_dim=16, pooled_projection_dim=16,
-            ),
-        },
+        with_denoiser(
+            HUNYUAN_VIDEO_VAE | FLOW | CLIP77_2 | {
+                "text_encoder": language_model("Llama"), "tokenizer": byte_tokenizer,
+            },
+            "HunyuanVideoTransformer3DModel", guidance_embeds=True, text_embed_dim=16, pooled_projection_dim=16,
+        ),
         FRAMES | SHORT | {"prompt_template": {"template": "{}", "crop_start": 0}},
         VIDEO,
     ),
     "HunyuanVideo15Pipeline": TinyPipeline(
-        {
-            **FLOW,
-            "guider": of(ClassifierFreeGuidance),
-            "text_encoder": language_model(
-                "Qwen2_5_VLText", rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 2]}
-            ),
-            "tokenizer": long_tokenizer,
-            "text_encoder_2": of(tiny_text_encoder),
-            "tokenizer_2": byte_tokenizer,
-            "vae": of(
-                diffusers.AutoencoderKLHunyuanVideo15, in_channels=3, out_channels=3, latent_channels=4,
-                block_out_channels=(16, 16), layers_per_block=1, spatial_compression_ratio=4,
-                temporal_compression_ratio=2, downsample_match_channel=False, upsample_match_channel=False,
-            ),
-            "transformer": denoiser(
-                "HunyuanVideo15Transformer3DModel", in_channels=9, patch_size=1, patch_size_t=1, text_embed_dim=16,
-                text_embed_2_dim=16, target_size=16, task_type="t2v",
-            ),
-        },
+        with_denoiser(
+            FLOW | T5_2 | {
+                "guider": of(ClassifierFreeGuidance),
+                "text_encoder": language_model(
+                    "Qwen2_5_VLText", rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 2]},
+                ),
+                "tokenizer": long_tokenizer,
+                "vae": of(
+                    diffusers.AutoencoderKLHunyuanVideo15, in_channels=3, out_channels=3, latent_channels=4,
+                    block_out_channels=(16, 16), layers_per_block=1, spatial_compression_ratio=4,
+                    temporal_compression_ratio=2, downsample_match_channel=False, upsample_match_channel=False,
+                ),
+            },
+            "HunyuanVideo15Transformer3DModel", in_channels=9, patch_size=1, patch_size_t=1, text_embed_dim=16,
+            text_embed_2_dim=16, target_size=16, task_type="t2v",
+        ),
         FRAMES,
         VIDEO,
         num_samples=1,  # its autoencoder takes no more
     ),
     "Kandinsky5T2VPipeline": TinyPipeline(
-        {
-            **QWEN_VL,
-            **HUNYUAN_VIDEO_VAE,
-            **FLOW,
-            "text_encoder_2": clip77,
-            "tokenizer_2": tiny.clip_tokenizer,
-            "transformer": denoiser(
-                "Kandinsky5Transformer3DModel", in_text_dim=16, in_text_dim2=16, patch_size=(1, 2, 2),
-            ),
-        },
+        with_denoiser(
+            QWEN_VL | HUNYUAN_VIDEO_VAE | FLOW | CLIP77_2, "Kandinsky5Transformer3DModel", in_text_dim=16,
+            in_text_dim2=16, patch_size=(1, 2, 2),
+        ),
         FRAMES | SHORT,
         VIDEO,
     ),
     "LattePipeline": TinyPipeline(
-        VAE
-        | T5
-        | DDIM
-        | {
-            "transformer": denoiser(
-                "LatteTransformer3DModel", caption_channels=16, sample_size=16, out_channels=8
-            )
-        },
+        with_denoiser(
+            VAE | T5 | DDIM, "LatteTransformer3DModel", caption_channels=16, sample_size=16, out_channels=8,
+        ),
         {"video_length": 3, "clean_caption": False, "mask_feature": False},
         (3, 3, 32, 32),
     ),
@@ -753,89 +659,71 @@ PIPELINES: dict[str, TinyPipeline] = {
         VIDEO,
     ),
     "MochiPipeline": TinyPipeline(
-        {
-            **T5,
-            **FLOW,
-            "vae": of(
-                diffusers.AutoencoderKLMochi, latent_channels=12, out_channels=3,
-                encoder_block_out_channels=(32, 32, 32, 32), decoder_block_out_channels=(32, 32, 32, 32),
-                layers_per_block=(1, 1, 1, 1, 1),
-            ),
-            "transformer": denoiser(
-                "MochiTransformer3DModel", in_channels=12, out_channels=None, text_embed_dim=16,
-                pooled_projection_dim=16, max_sequence_length=8,
-            ),
-        },
+        with_denoiser(
+            T5 | FLOW | {
+                "vae": of(
+                    diffusers.AutoencoderKLMochi, latent_channels=12, out_channels=3,
+                    encoder_block_out_channels=(32, 32, 32, 32), decoder_block_out_channels=(32, 32, 32, 32),
+                    layers_per_block=(1, 1, 1, 1, 1),
+                ),
+            },
+            "MochiTransformer3DModel", in_channels=12, out_channels=None, text_embed_dim=16,
+            pooled_projection_dim=16, max_sequence_length=8,
+        ),
         {"num_frames": 7} | SHORT,
         (3, 7, 32, 32),
     ),
     "MotifVideoPipeline": TinyPipeline(
-        {
-            **WAN_VAE,
-            **FLOW,
-            **T5,
-            "guider": of(ClassifierFreeGuidance),
-            "transformer": denoiser(
-                "MotifVideoTransformer3DModel", in_channels=33, out_channels=16, patch_size=1, patch_size_t=1,
-                text_embed_dim=16, image_embed_dim=None,
-            ),
-        },
+        with_denoiser(
+            WAN_VAE | FLOW | T5 | {"guider": of(ClassifierFreeGuidance)}, "MotifVideoTransformer3DModel",
+            in_channels=33, out_channels=16, patch_size=1, patch_size_t=1, text_embed_dim=16,
+            image_embed_dim=None,
+        ),
         FRAMES | SHORT,
         VIDEO,
     ),
     "SanaVideoPipeline": TinyPipeline(
-        {
-            **GEMMA2,
-            **WAN_VAE,
-            **UNIPC,
-            "transformer": denoiser(
-                "SanaVideoTransformer3DModel", in_channels=16, out_channels=16, caption_channels=16
-            ),
-        },
+        with_denoiser(
+            GEMMA2 | WAN_VAE | UNIPC, "SanaVideoTransformer3DModel", in_channels=16, out_channels=16,
+            caption_channels=16,
+        ),
         {"complex_human_instruction": None, "frames": 5, **SHORT},
         VIDEO,
         drawn=UNBINNED,
     ),
     "SkyReelsV2Pipeline": TinyPipeline(
-        WAN
-        | {
-            "transformer": denoiser("SkyReelsV2Transformer3DModel", in_channels=16, out_channels=16)
-        },
+        with_denoiser(WAN, "SkyReelsV2Transformer3DModel", in_channels=16, out_channels=16),
         FRAMES | SHORT,
         VIDEO,
     ),
     "SkyReelsV2DiffusionForcingPipeline": TinyPipeline(
-        WAN
-        | {
-            "transformer": denoiser("SkyReelsV2Transformer3DModel", in_channels=16, out_channels=16)
-        },
+        with_denoiser(WAN, "SkyReelsV2Transformer3DModel", in_channels=16, out_channels=16),
         FRAMES | SHORT,
         VIDEO,
     ),
     "WanPipeline": TinyPipeline(WAN, FRAMES | SHORT, VIDEO),
     # Videos that begin with an image
     "WanImageToVideoPipeline": TinyPipeline(
-        WAN
-        | {
-            "image_encoder": clip_vision,
-            "image_processor": of(
-                transformers.CLIPImageProcessor, size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
-            ),
-            "transformer": denoiser("WanTransformer3DModel image to video", in_channels=36, out_channels=16),
-        },
+        with_denoiser(
+            WAN | {
+                "image_encoder": clip_vision,
+                "image_processor": of(
+                    transformers.CLIPImageProcessor, size={"shortest_edge": 28},
+                    crop_size={"height": 28, "width": 28},
+                ),
+            },
+            "WanTransformer3DModel image to video", in_channels=36, out_channels=16,
+        ),
         FRAMES,  # its attention takes 512 tokens of the prompt for granted
         VIDEO,
         edits=True,
     ),
     "LTXImageToVideoPipeline": TinyPipeline(LTX, FRAMES | SHORT, VIDEO, edits=True),
     "CogVideoXImageToVideoPipeline": TinyPipeline(
-        COGVIDEOX
-        | {
-            "transformer": denoiser(
-                "CogVideoXTransformer3DModel", text_embed_dim=16, max_text_seq_length=8, in_channels=8,
-                out_channels=4,
-            )
-        },
+        with_denoiser(
+            COGVIDEOX, "CogVideoXTransformer3DModel", text_embed_dim=16, max_text_seq_length=8, in_channels=8,
+            out_channels=4,
+        ),
         FRAMES | SHORT,
         VIDEO,
         edits=True,
