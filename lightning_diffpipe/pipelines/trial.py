@@ -414,6 +414,12 @@ class Trial:
                 axes[along] = axis
         inserted = [length for length, axis in zip(shift.shape, axes, strict=True) if axis is None]
         if any(n > 1 for n in inserted) or not (_is_per_channel(scale) and _is_per_channel(shift)):
+            if self._step.animates and not torch.allclose(self._of_darker_image(num_given), shift):
+                raise ConfigurationError(
+                    f"{self._step.name} mixes the image that it animates into the noise that it starts from, which "
+                    "is no part of a step of training; train its denoiser with a LightningModule whose "
+                    "training_step calls it"
+                ) from refusal
             raise refusal
         frames_apart = axes[0] is not None
         if frames_apart:  # they must come sample by sample, here 0 and 1
@@ -432,6 +438,11 @@ class Trial:
             num_given,
             self._temporal_ratio(axes),
         )
+
+    def _of_darker_image(self, num_given: int) -> Tensor:
+        """Returns what is decoded without noise for an image of half the brightness, as `tail` has it."""
+        further = self._image(torch.tensor([0.5]))
+        return self._decoded(torch.zeros, further=further)[:, :, num_given:]
 
     def _temporal_ratio(self, axes: Sequence[int | None]) -> int | None:
         """Returns by how many frames a video grows for one more frame of its latents; None without an image."""

@@ -278,10 +278,10 @@ def _as_searched(profile: ModelProfile, options: PlanOptions) -> tuple[ModelProf
     profile = joined(profile, apart=opposite)
     if options.encode_first:
         if not any(any(encoder.stored_first) for encoder in profile.encoders):
+            names = ", ".join(encoder.name for encoder in profile.encoders) or "it has none"
             raise ConfigurationError(
-                f"encode_first=true stores what encoders give, but in profile {profile.name!r} results of none of its "
-                f"encoders ({', '.join(e.name for e in profile.encoders) or 'it has none'}) follow from the sample "
-                "alone; leave it out"
+                f"encode_first=true stores what encoders give, but in profile {profile.name!r} results of none of "
+                f"its encoders ({names}) follow from the sample alone; leave it out"
             )
         profile = encoded_first(profile)
     passes, spec = profile.backbones[0].passes, SCHEDULES.get(options.schedule)

@@ -310,7 +310,12 @@ def fit_refused(rank, folder, data, module_class=TinyDiffusion, **options):
     [
         (Drawn(16), TinyDiffusion, {}, "encoder other samples: they differ from pass to pass"),
         (Stream(), TinyDiffusion, {}, "this is a stream"),
-        (Samples(16), Noisy, {}, "results of none of its encoders (frozen encoder) follow from the"),
+        (
+            Samples(16),
+            Noisy,
+            {},
+            "results of none of its encoders (frozen encoder) follow from the",
+        ),
         (Samples(16), TinyDiffusion, {"max_bytes": 2000}, "2000 bytes is used up"),
     ],
     ids=["augmented", "stream", "noisy", "full"],
