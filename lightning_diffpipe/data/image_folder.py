@@ -30,10 +30,10 @@ from lightning_diffpipe.data.augmentation import Augmentation
 from lightning_diffpipe.data.buckets import Batches, BucketBatches, Last, Shape, Sizes, grouped
 from lightning_diffpipe.data.captioned import (
     MADE,
-    Batch,
     CaptionedDataModule,
     Sample,
     share_of,
+    unchanged,
 )
 from lightning_diffpipe.data.listing import Entry, Listing
 from lightning_diffpipe.data.pixels import (
@@ -405,7 +405,7 @@ class ImageFolderDataModule(CaptionedDataModule):
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
         )
 
     def _drawn_from(self) -> Sequence[int]:
@@ -413,8 +413,3 @@ class ImageFolderDataModule(CaptionedDataModule):
         if one_shape is None or not self.validation_buckets:
             return super()._drawn_from()
         return next(iter(self.validation_buckets.values()))
-
-
-def _unchanged(batch: Batch) -> Batch:
-    """Returns a batch in which references stay arrays, of which torch would make tensors."""
-    return batch

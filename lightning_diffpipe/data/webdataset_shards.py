@@ -1,7 +1,7 @@
 """Tar shards in webdataset's layout: `000.jpg`, `000.txt`, `001.jpg`, `001.txt`, ...
 
 A second image may lie next to each for a ControlNet, `000.cond.png` if the condition is called `"cond.png"`; a mask
-alike.
+and references alike.
 
 Reading shards front to back keeps disks and object stores streaming where millions of small files
 would not. The package `webdataset` is optional: `pip install lightning-diffpipe[webdataset]`.
@@ -11,7 +11,7 @@ import io
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_diffpipe.data.augmentation import Augmentation
-from lightning_diffpipe.data.captioned import MADE, Batch, CaptionedDataModule, Sample, collate
-from lightning_diffpipe.data.pixels import read_sample, require_color
+from lightning_diffpipe.data.captioned import (
+    MADE,
+    Batch,
+    CaptionedDataModule,
+    Sample,
+    collate,
+    unchanged,
+)
+from lightning_diffpipe.data.pixels import read_reference, read_sample, require_color
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 
@@ -138,6 +145,8 @@ class WebDatasetDataModule(CaptionedDataModule):
         seed: Order of shards and samples; the same on every rank.
         condition: What a ControlNet is shown: `"edges"` of the image, or the extension under which shards have a
             second image, such as `"cond.png"`; None for nothing.
+        references: What a pipeline that edits images makes each from: the extension under which shards have another
+            image, of any shape, or those of several, such as `["her.png", "hat.png"]`; None for nothing.
         on_error: What becomes of samples that cannot be used, and of the rest of shards that are cut short:
             `"raise"` ends the run with an error that names shard and sample, `"skip"` leaves them out and says
             their number.
@@ -162,6 +171,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         num_workers: int = 4,
         seed: int = 0,
         condition: str | None = None,
+        references: str | Sequence[str] | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         background: str = "white",
         mask: str | None = None,
@@ -170,6 +180,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         super().__init__(batch_size, num_workers, on_error)
         require_color(background)
         self._augmentation = Augmentation(**augmentation)
+        self._references = [references] if isinstance(references, str) else list(references or ())
         for name, value, least in (
             ("samples_per_epoch", samples_per_epoch, 1),
             ("shuffle_buffer", shuffle_buffer, 0),
@@ -243,7 +254,7 @@ class WebDatasetDataModule(CaptionedDataModule):
             for name, end in (
                 (f"image ({', '.join(_IMAGES)})", image),
                 ("txt", "txt"),
-                *((end, end) for end in companions.values()),
+                *((end, end) for end in (*companions.values(), *self._references)),
             )
             if end not in files
         ]
@@ -262,6 +273,11 @@ class WebDatasetDataModule(CaptionedDataModule):
         sample = read_sample(*given, others, alpha=h.mask == "alpha")
         if h.condition in MADE:
             sample["condition"] = MADE[h.condition](sample["image"])
+        if self._references:
+            sample["references"] = [
+                read_reference(io.BytesIO(files[end]), crop, h.background, f"{end} of {where}")
+                for end in self._references
+            ]
         return sample
 
     def teardown(self, stage: str) -> None:
@@ -294,6 +310,7 @@ class WebDatasetDataModule(CaptionedDataModule):
             batch_size=None,
             num_workers=min(self.hparams.num_workers, len(range(rank, num_shards, num_ranks))),
             pin_memory=torch.cuda.is_available(),
+            collate_fn=unchanged,
         )
 
     def train_dataloader(self) -> DataLoader:
