@@ -181,8 +181,6 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
          "attention=fast: UNet2DConditionModel cannot: `backend='fast'` must be one of the following:"),
         (["train", "attention=_native_math"],
          "attention=_native_math: UNet2DConditionModel cannot: its attention has one kind of kernel"),
-        (["train", "model=pretrained_transformer", "compile=blocks"],
-         "compile=blocks: PixArtTransformer2DModel cannot: `_repeated_blocks` attribute is empty."),
         # History: both were said not to be there.
         (["train", "save_lora_names={to_q: to}", "save_lora=x"],
          "save_lora writes adapters, and none are trained: add adapter=lora"),

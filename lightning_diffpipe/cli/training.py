@@ -327,21 +327,18 @@ def _require_optimizer(config: DictConfig) -> None:
 def _speed_up(config: DictConfig, module: Any) -> None:
     """Chooses kernels of attention, and compiles blocks, as `attention` and `compile` say."""
     from lightning_diffpipe.sampling.tracing.attention import set_attention
+    from lightning_diffpipe.sampling.tracing.compiled import repeated_blocks
 
     if config.compile not in (None, "blocks"):
         raise ConfigurationError(
             f"compile={config.compile}: a network compiled as a whole cannot be cut; take compile=blocks"
         )
-    denoiser = getattr(module, "denoiser", module)
-    if config.attention is not None:  # first: compiling reads it
-        set_attention(denoiser, config.attention)
-    if config.compile is not None:
-        try:
-            denoiser.compile_repeated_blocks()
-        except (AttributeError, ValueError) as error:
-            raise ConfigurationError(
-                f"compile={config.compile}: {type(denoiser).__name__} cannot: {error}"
-            ) from error
+    for denoiser in getattr(module, "denoisers", (module,)):
+        if config.attention is not None:  # first: compiling reads it
+            set_attention(denoiser, config.attention)
+        if config.compile is not None:
+            for block in repeated_blocks(denoiser):
+                block.compile()
 
 
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")
