@@ -54,10 +54,8 @@ from lightning_diffpipe.modules.adapters import (
     Lora,
     adapted_parts,
     add_adapters,
-    lora_files,
     lora_weights,
     merged,
-    name_in_file,
     refuse_others,
     settings_of,
     write_lora,
@@ -72,7 +70,7 @@ from lightning_diffpipe.quantization import (
 )
 from lightning_diffpipe.runtime.optimizer_sharding import switches_weights
 from lightning_diffpipe.sampling.loop import PipelineCall
-from lightning_diffpipe.sampling.loras import StoredLora, refuse_adapted
+from lightning_diffpipe.sampling.loras import SECOND, StoredLora, lora_files, refuse_adapted
 from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import class_of, load_part
 
@@ -352,15 +350,14 @@ class PartsModule(L.LightningModule):
         if lora.lora_from is not None and not adapted_parts(self.parts):
             config = getattr(getattr(self, "unet", None), "config", None)
             for path, parts in lora_files(Path(lora.lora_from), adapted).items():
-                own = {name_in_file(name): part for name, part in parts.items()}
-                stored = StoredLora(path, 1.0, loader, config)
-                if others := sorted(stored.parts() - own.keys()):
+                stored = StoredLora(path, 1.0, loader, config, is_second=SECOND in parts)
+                if others := sorted(stored.parts() - parts.keys()):
                     raise ConfigurationError(
-                        f"lora_from={path} has adapters of {', '.join(others)}, and {', '.join(own)} is "
+                        f"lora_from={path} has adapters of {', '.join(others)}, and {', '.join(parts)} is "
                         "trained: add train_text_encoder=true if it is one of this model, or choose another file"
                     )
                 for name in sorted(stored.parts()):
-                    stored.adapt(name, own[name])
+                    stored.adapt(name, parts[name])
         for part in adapted.values():
             lora.add_to(part)
 
