@@ -178,7 +178,7 @@ def test_an_optimizer_is_built_or_its_package_is_named(name, output_dir):
         return
     _require_optimizer(config)
     optimization = hydra.utils.instantiate(config.model.optimization, _convert_="all")
-    assert optimization.lr == (1 if name == "prodigy" else 1e-4)
+    assert optimization.lr == (1 if name in ("prodigy", "dadapt_adam") else 1e-4)
 
 
 @pytest.mark.parametrize("name", ["FluxPipeline", "StableDiffusion3Pipeline"])
