@@ -76,6 +76,9 @@ class _DistanceAdapted(Optimizer):
         """Sums over ranks by `reduce` from now on; no other rank counts the parameters `counted`."""
         self._counted, self._reduce = {id(p) for p in counted}, reduce
 
+    def _new_state(self, p: Tensor) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq", "s")}
+
     def _accumulate(self, group: Mapping[str, Any], p: Tensor, rate: float) -> list[Tensor]:
         """Updates the state of a parameter by its gradient, and returns what it adds to both sums."""
         raise NotImplementedError
@@ -109,8 +112,7 @@ class _DistanceAdapted(Optimizer):
         sums = torch.zeros(2, dtype=_wide(device), device=device)
         for group, p in updated:
             if not self.state[p]:
-                names = ("exp_avg", "exp_avg_sq", "s")
-                self.state[p].update({name: torch.zeros_like(p) for name in names})
+                self.state[p].update(self._new_state(p))
             if group["lr"] == 0:
                 continue
             added = torch.stack(self._accumulate(group, p, rate))
@@ -173,10 +175,11 @@ class Prodigy(_DistanceAdapted):
         settings |= {"safeguard_warmup": safeguard_warmup, "d_max": d0}
         super().__init__(params, lr, d0, growth_rate, **settings)
 
+    def _new_state(self, p: Tensor) -> dict[str, Tensor]:
+        return super()._new_state(p) | {"p0": p.clone()}
+
     def _accumulate(self, group: Mapping[str, Any], p: Tensor, rate: float) -> list[Tensor]:
         state, gradient, d = self.state[p], p.grad, group["d"]
-        if "p0" not in state:
-            state["p0"] = p.clone()
         beta1, beta2 = group["betas"]
         towards_solution = _sum(gradient * (state["p0"] - p))
         state["exp_avg"].mul_(beta1).add_(gradient, alpha=d * (1 - beta1))
