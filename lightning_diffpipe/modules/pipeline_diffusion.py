@@ -28,13 +28,8 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, require
 from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.noise import Noise, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.parts import (
-    PartsModule,
-    fetched,
-    load_for_training,
-    read_index,
-    warn_of_cut,
-)
+from lightning_diffpipe.modules.part_files import fetched, load_for_training, read_index
+from lightning_diffpipe.modules.parts import PartsModule, warn_of_cut
 from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of, spans_of
 from lightning_diffpipe.pipelines.stand_ins import (
     decoding_in_own_precision,
