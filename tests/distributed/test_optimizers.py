@@ -99,7 +99,7 @@ EXACT, OWN = (torch.float64, 1e-10), (torch.float32, 1e-4)
     [
         ("prodigy", *EXACT, {"use_bias_correction": False, "safeguard_warmup": False}),
         row("prodigy", *EXACT, {"safeguard_warmup": False, "growth_rate": 2.0}),
-        ("dadapt_adam", *EXACT, {}),
+        row("dadapt_adam", *EXACT, {}),
         row("adamw", *EXACT, {}),
         row("adafactor", *EXACT, {"scale_parameter": True}),
         row("sgd", *EXACT, {}),

@@ -144,7 +144,9 @@ def test_a_tiny_model_is_modelled_like_the_large_ones(monkeypatch):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("sd21", "pixart") else pytest.mark.slow)
+        row(name)
+        if name in ("flux_kontext", "wan22_i2v")
+        else pytest.param(name, marks=() if name in ("sd21", "pixart") else pytest.mark.slow)
         for name in PUBLISHED
     ],
 )
