@@ -31,13 +31,11 @@ from lightning_diffpipe.modules.latent_diffusion import (
     as_pil,
     latent_size,
 )
+from lightning_diffpipe.modules.part_files import PartOutline, folder_of_part, outline_of_part
 from lightning_diffpipe.modules.parts import (
-    PartOutline,
     checkpoint_part,
     checkpoint_part_weights,
     checkpoint_parts,
-    folder_of_part,
-    outline_of_part,
     read_checkpoint,
 )
 from lightning_diffpipe.pipelines.stand_ins import checked_arguments

@@ -63,7 +63,7 @@ RECIPES = {
     ),
 }  # fmt: skip
 NOT_PLANNED = {"qwen_image_lora", "sd35_finetune", "wan_i2v_lora", "cogvideox_i2v_lora"}
-NOT_PLANNED |= {"flux_kontext_lora", "qwen_image_edit_lora"}
+NOT_PLANNED |= {"qwen_image_edit_lora"}
 """Whose profiles are not published, and those that no model on paper stands for."""
 SMALL = (
     "trainer=cpu", "trainer.max_steps=2", "logger=none", "offline=true", "num_threads=1", "data.resolution=32",

@@ -221,21 +221,16 @@ def _require_lora(config: DictConfig) -> None:
 
 def _speed_up(config: DictConfig, module: Any) -> None:
     """Chooses kernels of attention, and compiles blocks, as `attention` and `compile` say."""
-    from lightning_diffpipe.sampling.tracing.attention import set_attention
+    from lightning_diffpipe.sampling.tracing.attention import repeated_blocks, set_attention
 
-    require_choice(
-        "compile", config.compile, (None, "blocks")
-    )  # what is compiled as a whole cannot be cut
-    denoiser = getattr(module, "denoiser", module)
-    if config.attention is not None:  # first: compiling reads it
-        set_attention(denoiser, config.attention)
-    if config.compile is not None:
-        try:
-            denoiser.compile_repeated_blocks()
-        except (AttributeError, ValueError) as error:
-            raise ConfigurationError(
-                f"compile={config.compile}: {type(denoiser).__name__} cannot: {error}"
-            ) from error
+    # What is compiled as a whole cannot be cut.
+    require_choice("compile", config.compile, (None, "blocks"))
+    for denoiser in getattr(module, "denoisers", (module,)):
+        if config.attention is not None:  # first: compiling reads it
+            set_attention(denoiser, config.attention)
+        if config.compile is not None:
+            for block in repeated_blocks(denoiser):
+                block.compile()
 
 
 def _require_exports(config: DictConfig, module: Any) -> None:

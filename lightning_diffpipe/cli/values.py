@@ -64,7 +64,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "diff": {"before": str, "after": str},
 }
 # Of the group `model`, where it is for `diffpipe plan`: arguments of `ModelOnPaper`.
-_PAPER = {"path": _TEXT, "device": str, "dtype": str, "expert": _TEXT}
+_PAPER = {"path": _TEXT, "device": str, "dtype": str, "expert": _TEXT, "with_reference": bool}
 _PAPER |= dict.fromkeys(("resolution", "num_frames", "lora_rank"), _WHOLE)
 
 for _verb, _types in TYPES.items():

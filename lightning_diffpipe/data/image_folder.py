@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_diffpipe.data.buckets import Batches, BucketBatches, Last, Shape, Sizes, grouped
 from lightning_diffpipe.data.captioned import (
     MADE,
-    Batch,
     CaptionedDataModule,
     Sample,
     share_of,
+    unchanged,
 )
 from lightning_diffpipe.data.listing import Entry, Listing
 from lightning_diffpipe.data.pixels import (
@@ -395,7 +395,7 @@ class ImageFolderDataModule(CaptionedDataModule):
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
-            collate_fn=_unchanged,  # torch would make tensors of references, which are arrays
+            collate_fn=unchanged,  # torch would make tensors of references, which are arrays
         )
 
     def _drawn_from(self) -> Sequence[int]:
@@ -403,7 +403,3 @@ class ImageFolderDataModule(CaptionedDataModule):
         if one_shape is None or not self.validation_buckets:
             return super()._drawn_from()
         return next(iter(self.validation_buckets.values()))
-
-
-def _unchanged(batch: Batch) -> Batch:
-    return batch

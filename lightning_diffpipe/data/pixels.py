@@ -226,7 +226,7 @@ def read_sample(
     return sample
 
 
-def read_reference(path: Path, crop: Crop, background: str, name: str) -> np.ndarray:
+def read_reference(file: IO[bytes] | Path, crop: Crop, background: str, name: str) -> np.ndarray:
     """Reads an image that another one is made from; it may have any shape.
 
     Returns:
@@ -235,7 +235,7 @@ def read_reference(path: Path, crop: Crop, background: str, name: str) -> np.nda
     Raises:
         DataError: It cannot be read.
     """
-    with reading(name), Image.open(path) as image:
+    with reading(name), Image.open(file) as image:
         levels = (to_pixels(image, crop, background) + 1) * 127.5
         return levels.round().byte().permute(1, 2, 0).contiguous().numpy()
 

@@ -1,7 +1,7 @@
 """Tar shards in webdataset's layout: `000.jpg`, `000.txt`, `001.jpg`, `001.txt`, ...
 
 A second image may lie next to each for a ControlNet, `000.cond.png` if the condition is called `"cond.png"`; a mask
-alike.
+and references alike.
 
 Reading shards front to back keeps disks and object stores streaming where millions of small files
 would not. The package `webdataset` is optional: `pip install lightning-diffpipe[webdataset]`.
@@ -13,7 +13,7 @@ import io
 import itertools
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +22,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from PIL import ImageColor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_diffpipe.data.captioned import MADE, Batch, CaptionedDataModule, Sample, collate
-from lightning_diffpipe.data.pixels import Augmentation, read_sample
+from lightning_diffpipe.data.captioned import (
+    MADE,
+    Batch,
+    CaptionedDataModule,
+    Sample,
+    collate,
+    unchanged,
+)
+from lightning_diffpipe.data.pixels import Augmentation, read_reference, read_sample
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 
@@ -121,6 +128,8 @@ class WebDatasetDataModule(CaptionedDataModule):
         seed: Order of shards and samples; the same on every rank.
         condition: Condition of a ControlNet: `"edges"` of the image, or the extension under which shards have a
             second image, such as `"cond.png"`; None for nothing.
+        references: References of a pipeline that edits images: the extension under which shards have another
+            image, of any shape, or those of several, such as `["her.png", "hat.png"]`; None for nothing.
         on_error: Treatment of samples that cannot be used, and of the rest of shards that are cut short:
             `"raise"` ends the run with an error that names shard and sample, `"skip"` leaves them out and says
             their number.
@@ -146,6 +155,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         num_workers: int = 4,
         seed: int = 0,
         condition: str | None = None,
+        references: str | Sequence[str] | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         background: str = "white",
         mask: str | None = None,
@@ -154,6 +164,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         super().__init__(batch_size, num_workers, on_error)
         ImageColor.getrgb(background)  # or it raises ValueError
         self._augmentation = Augmentation(**augmentation)
+        self._references = [references] if isinstance(references, str) else list(references or ())
         for name, value, least in (
             ("samples_per_epoch", samples_per_epoch, 1),
             ("shuffle_buffer", shuffle_buffer, 0),
@@ -218,7 +229,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         companions = {kind: end for kind, end in kinds.items() if end not in (*MADE, "alpha", None)}
         image = next((end for end in _IMAGES if end in files), None)
         needed = {f"image ({', '.join(_IMAGES)})": image, "txt": "txt"}
-        needed |= {end: end for end in companions.values()}
+        needed |= {end: end for end in (*companions.values(), *self._references)}
         if missing := [name for name, end in needed.items() if end not in files]:
             raise DataError(f"{where} has no {' and no '.join(missing)}")
         try:
@@ -234,6 +245,11 @@ class WebDatasetDataModule(CaptionedDataModule):
         sample = read_sample(*given, others, alpha=h.mask == "alpha")
         if h.condition in MADE:
             sample["condition"] = MADE[h.condition](sample["image"])
+        if self._references:
+            sample["references"] = [
+                read_reference(io.BytesIO(files[end]), crop, h.background, f"{end} of {where}")
+                for end in self._references
+            ]
         return sample
 
     def teardown(self, stage: str) -> None:
@@ -260,6 +276,7 @@ class WebDatasetDataModule(CaptionedDataModule):
             batch_size=None,
             num_workers=min(self.hparams.num_workers, len(range(rank, num_shards, num_ranks))),
             pin_memory=torch.cuda.is_available(),
+            collate_fn=unchanged,
         )
 
     def train_dataloader(self) -> DataLoader:

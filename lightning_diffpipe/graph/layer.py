@@ -58,8 +58,14 @@ class TensorSpec:
     @classmethod
     def of(cls, tensor: Tensor, rows: int | None = None) -> TensorSpec:
         """Describes a tensor."""
-        layout = tuple(tensor.shape), dense_stride(tensor), tensor.dtype, tensor.device.type
-        return cls(*layout, tensor.requires_grad, rows)
+        return cls(
+            shape=tuple(tensor.shape),
+            stride=dense_stride(tensor),
+            dtype=tensor.dtype,
+            device=tensor.device.type,
+            requires_grad=tensor.requires_grad,
+            rows=rows,
+        )
 
     @property
     def nbytes(self) -> int:

@@ -6,12 +6,13 @@ from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
 from lightning_diffpipe.modules.latent_diffusion import LatentDiffusion
 from lightning_diffpipe.modules.noise import Noise
 from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.optimizers import Muon, Prodigy
+from lightning_diffpipe.modules.optimizers import DAdaptAdam, Muon, Prodigy
 from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
 
 __all__ = [
     "CascadedDiffusion",
     "ControlNetDiffusion",
+    "DAdaptAdam",
     "LatentDiffusion",
     "Lora",
     "Muon",

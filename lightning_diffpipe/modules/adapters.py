@@ -21,14 +21,11 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.files import write_atomically
-from lightning_diffpipe.pipelines.one_step import EXPERTS
 from lightning_diffpipe.quantization import dequantize, has_quantized
-from lightning_diffpipe.sampling.loras import MERGE
+from lightning_diffpipe.sampling.loras import MERGE, name_in_file
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The name under which `load_lora_weights` of diffusers looks in a folder."""
-
-_SECOND = EXPERTS[1]
 
 TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "q", "k", "v", "o")
 """How the attention of text encoders, CLIP's and T5's, calls the layers that denoisers call `to_q` and so on."""
@@ -182,27 +179,6 @@ def write_lora(folder: Path, parts: Mapping[str, Any], weights: Mapping[str, Ten
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(configs, default=sorted)}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / LORA_FILE, safetensors.torch.save(dict(weights), metadata))
-
-
-def lora_files(path: Path, parts: Mapping[str, Any]) -> dict[Path, dict[str, Any]]:
-    """Returns the files that hold adapters of parts, by names, each with its own parts; of no parts none.
-
-    diffusers loads a file into one of two denoisers, the second by an argument of its own (Wan's
-    `load_into_transformer_2`), and by the name of the first.
-
-    Args:
-        path: The file, or its folder; the second denoiser has a folder in that, if it is not the only one.
-        parts: Parts of a pipeline, by their names there.
-    """
-    first = {name: part for name, part in parts.items() if name != _SECOND}
-    second = {name: part for name, part in parts.items() if name == _SECOND}
-    files = {path: first, path if path.is_file() and not first else path / _SECOND: second}
-    return {file: own for file, own in files.items() if own}
-
-
-def name_in_file(part: str) -> str:
-    """Returns the name that a LoRA file has for a part of a pipeline."""
-    return "transformer" if part == _SECOND else part
 
 
 def adapted_parts(parts: Mapping[str, Any]) -> dict[str, nn.Module]:

@@ -47,7 +47,8 @@ from lightning_diffpipe.modules.encoders import (
 )
 from lightning_diffpipe.modules.noise import Noise, NoiseSchedule, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.parts import PartOutline, PartsModule, read_index
+from lightning_diffpipe.modules.part_files import PartOutline, read_index
+from lightning_diffpipe.modules.parts import PartsModule
 from lightning_diffpipe.modules.pipeline_diffusion import Expert, PipelineDiffusion
 from lightning_diffpipe.pipelines.stand_ins import in_own_precision
 from lightning_diffpipe.sampling.schedulers import takes_generator

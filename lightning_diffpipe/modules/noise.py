@@ -12,6 +12,7 @@ mantissa, neighbouring time steps would have the same alpha.
 """
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -22,9 +23,10 @@ import torch.nn.functional as F
 from diffusers import DDPMScheduler, SchedulerMixin
 from torch import Tensor
 
-from lightning_diffpipe.errors import ConfigurationError, require_number
+from lightning_diffpipe.errors import ConfigurationError, require_choice, require_number
 
 Loss = Literal["mse", "huber", "smooth_l1"]
+HuberSchedule = Literal["constant", "exponential", "snr"]
 
 Span = tuple[float, float]
 """Timesteps from the first number on, below the second."""
@@ -51,7 +53,11 @@ class Noise:
         loss: Of an error d: `"mse"` for its square; `"huber"` for `2 c (sqrt(d d + c c) - c)`, its square if small,
             and `"smooth_l1"` for `2 (sqrt(d d + c c) - c)`.
         huber_c: The `c` of these.
-        huber_schedule: `"constant"`, or `"exponential"`: c falls from 1 at the first time to `huber_c` at the last.
+        huber_schedule: `"constant"`; `"exponential"`: c falls from 1 at the first time to `huber_c` at the last; or
+            `"snr"`: `c = huber_c + (1 - huber_c) / (1 + s)**2` for noise of s times the signal's deviation.
+        pyramid_levels: To noise are added so many levels of it, each 2 to 4 times coarser than the one before, and
+            all is divided by its deviation in a sample; 0 for plain noise, 6 is usual.
+        pyramid_discount: Factor of each level by the one before.
 
     Raises:
         ConfigurationError: A number is negative, a name is not known, or two settings exclude each other.
@@ -61,6 +67,7 @@ class Noise:
         Debiased estimation: Yu et al. (2023), https://arxiv.org/abs/2310.08442
         Times: Stable Diffusion 3, Esser et al. (2024), https://arxiv.org/abs/2403.03206
         Offset: https://www.crosslabs.org/blog/diffusion-with-offset-noise
+        Multi-resolution ("pyramid") noise: https://wandb.ai/johnowhitaker/multires_noise/reports
         Scheduled pseudo-Huber: Khrapov et al. (2024), https://arxiv.org/abs/2403.16728
     """
 
@@ -75,26 +82,24 @@ class Noise:
     offset: float = 0.0
     loss: Loss = "mse"
     huber_c: float = 0.1
-    huber_schedule: Literal["constant", "exponential"] = "constant"
+    huber_schedule: HuberSchedule = "constant"
+    pyramid_levels: int = 0
+    pyramid_discount: float = 0.3
 
     def __post_init__(self) -> None:
         require_number("logit_std", self.logit_std, 0)
         require_number("offset", self.offset, 0)
         require_number("huber_c", self.huber_c, above=0)
+        require_number("pyramid_levels", self.pyramid_levels, 0, whole=True)
+        require_number("pyramid_discount", self.pyramid_discount, 0, 1)
         if self.min_snr_gamma is not None:
             require_number("min_snr_gamma", self.min_snr_gamma, 0)
         if self.shift not in (None, "size"):
             require_number("shift", self.shift, above=0)
         if self.mode_scale is not None:  # beyond, one time stands for several numbers
             require_number("mode_scale", self.mode_scale, -1, 2 / (math.pi - 2))
-        for name, known in (
-            ("loss", get_args(Loss)),
-            ("huber_schedule", ("constant", "exponential")),
-        ):
-            if getattr(self, name) not in known:
-                raise ConfigurationError(
-                    f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}"
-                )
+        for name, kind in (("loss", Loss), ("huber_schedule", HuberSchedule)):
+            require_choice(name, getattr(self, name), get_args(kind))
         for one, other in (("min_snr_gamma", "debiased"), ("uniform", "mode_scale")):
             values = getattr(self, one), getattr(self, other)
             if all(value not in (None, False) for value in values):
@@ -165,7 +170,27 @@ class Noise:
         if self.offset:
             shape = (*like.shape[:2], *(1,) * (like.ndim - 2))
             noise = noise + self.offset * _normal(shape, like, generator)
-        return noise
+        return self._pyramid(noise, generator) if self.pyramid_levels else noise
+
+    def _pyramid(self, noise: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Adds coarser noise, to each frame of videos; how much coarser is drawn, but for validation."""
+        if noise.ndim < 4:
+            raise ConfigurationError(
+                f"pyramid_levels={self.pyramid_levels} is for latents with rows and columns; these are "
+                f"{tuple(noise.shape)}"
+            )
+        *_, height, width = noise.shape
+        planes, total = noise.flatten(1, -3), noise
+        for level in range(self.pyramid_levels):
+            # Python's coin, for which nobody waits.
+            ratio = (3.0 if generator is not None else 2 + 2 * random.random()) ** level
+            rows, columns = max(1, int(height / ratio)), max(1, int(width / ratio))
+            coarse = _normal((*planes.shape[:2], rows, columns), noise, generator)
+            enlarged = F.interpolate(coarse, (height, width), mode="bilinear")
+            total = total + self.pyramid_discount**level * enlarged.view_as(noise)
+            if 1 in (rows, columns):
+                break
+        return total / _per_sample(total.flatten(1).std(1), total)
 
 
 class Corrupted(NamedTuple):
@@ -187,6 +212,10 @@ class _Schedule:
     noise: Noise
     num_timesteps: int
     num_quantiles = 0  # of the timesteps, whose losses are summed apart
+
+    def noise_by_signal(self, timesteps: Tensor) -> Tensor:
+        """Returns the deviation of the noise by the signal's at timesteps, `(B,)`; infinite for pure noise."""
+        raise NotImplementedError
 
     def losses(
         self, corrupted: Corrupted, prediction: Tensor, batch: Mapping[str, Any] | None = None
@@ -211,6 +240,9 @@ class _Schedule:
             c: Any = self.noise.huber_c
             if self.noise.huber_schedule == "exponential":
                 c = _per_sample(c ** (corrupted.timesteps / self.num_timesteps), difference)
+            elif self.noise.huber_schedule == "snr":
+                spread = self.noise_by_signal(corrupted.timesteps)
+                c = _per_sample(c + (1 - c) / (1 + spread).square(), difference)
             errors = 2 * ((difference.square() + c * c).sqrt() - c)
             errors = errors * c if self.noise.loss == "huber" else errors
         if (mask := batch.get("mask")) is not None:
@@ -324,6 +356,11 @@ class FlowMatching(_Schedule):
         low, high = (self.noise.probability(n / count) for n in (start, stop))
         return range(start, stop), (low, high)
 
+    def noise_by_signal(self, timesteps: Tensor) -> Tensor:
+        """See `_Schedule`."""
+        share = timesteps / self.num_timesteps
+        return share / (1 - share)
+
     def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
         """Estimates clean latents from what a denoiser predicted for noisy ones; both `(B, C, h, w)`."""
         return noisy - _per_sample(timesteps / self.num_timesteps, noisy) * prediction
@@ -384,6 +421,11 @@ class Diffusion(_Schedule):
 
     def _steps_of(self, span: Span) -> range:
         return range(*(math.ceil(min(end, self.num_timesteps)) for end in span))
+
+    def noise_by_signal(self, timesteps: Tensor) -> Tensor:
+        """See `_Schedule`."""
+        alpha = self.alphas_cumprod.to(timesteps.device, non_blocking=True)[timesteps]
+        return ((1 - alpha) / alpha).sqrt()
 
     def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
         """See `FlowMatching.clean`; from epsilon at most four deviations, as noise tells little."""

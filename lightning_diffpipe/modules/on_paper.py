@@ -24,7 +24,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import BatchEncoding
+from transformers import BaseImageProcessor, BatchEncoding
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 from lightning_diffpipe.graph.placement import created_in
@@ -33,7 +33,7 @@ from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
 from lightning_diffpipe.modules.parts import PartsModule
 from lightning_diffpipe.modules.pipeline_diffusion import Expert, PipelineDiffusion
 from lightning_diffpipe.pipelines.stand_ins import Captured, StandIn
-from lightning_diffpipe.pipelines.trial import find_tail
+from lightning_diffpipe.pipelines.trial import encoding_means, find_tail
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling.modelled import DeviceModel, device_named, modelled
 from lightning_diffpipe.quantization import quantizations_of, quantize_components
@@ -44,7 +44,12 @@ Configs = Mapping[str, Mapping[str, Any]]
 
 _PUBLISHED = files("lightning_diffpipe.modules") / "published"
 PUBLISHED = tuple(sorted(f.name.removesuffix(".json") for f in _PUBLISHED.iterdir()))
-_FILES = ("config.json", "scheduler_config.json", "tokenizer_config.json")
+_FILES = (
+    "config.json",
+    "scheduler_config.json",
+    "tokenizer_config.json",
+    "preprocessor_config.json",
+)
 _MOST_VALUES = 2**20
 
 
@@ -82,8 +87,11 @@ class Values(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, aten = kwargs or {}, torch.ops.aten
-        if func is aten._local_scalar_dense.default and args[0] in self._known:
-            return self._known[args[0]].item()
+        if func is aten._local_scalar_dense.default:
+            if args[0] in self._known:
+                return self._known[args[0]].item()
+            if args[0].is_meta and args[0].dtype == torch.bool:
+                return False  # whether an image has other numbers than it may have
         if func is aten.nonzero.default and args[0] in self._known:
             with _disable_current_modes():
                 found = self._known[args[0]].nonzero()
@@ -179,11 +187,13 @@ def _module(cls: Any, config: Mapping[str, Any], dtype: torch.dtype, device: Any
 
 
 def _other_part(cls: Any, config: Mapping[str, Any], path: str, name: str) -> Any:
-    """Makes a scheduler or tokenizer; None in the place of what is not asked for in training."""
+    """Makes a scheduler, tokenizer or image processor; None in the place of what is not asked for in training."""
     if name.startswith("tokenizer"):
         if any((Path(path) / name).glob("[!t]*")):  # a vocabulary
             return cls.from_pretrained(path, subfolder=name)
         return BlankTokenizer(min(config.get("model_max_length", 512), 4096))
+    if issubclass(cls, BaseImageProcessor):
+        return cls(**config)
     return cls.from_config(config) if hasattr(cls, "from_config") else None
 
 
@@ -217,6 +227,8 @@ class OnPaper:
         lora: Adapters that are trained in place of the denoiser's weights.
         quantization: Of frozen linear layers, as of `PipelineDiffusion.from_pretrained`.
         expert: As in `PipelineDiffusion`.
+        with_reference: Whether each sample has an image of its size that it is made from; pipelines that do
+            nothing without one, and Flux Kontext, have it in any case.
 
     Attributes:
         module: The model in training.
@@ -237,6 +249,7 @@ class OnPaper:
         lora: Lora | None = None,
         quantization: Any = None,
         expert: Expert | None = None,
+        with_reference: bool = False,
     ) -> None:
         configs = configs or read_configs(path)
         index = configs["model_index"]
@@ -254,6 +267,7 @@ class OnPaper:
                     parts[name] = kind and _other_part(kind, config, path, name)
         missing = {n: None for n, p in expected.items() if p.default is p.empty and n != "self"}
         self.dtype, self.device = dtype, device
+        self.with_reference = with_reference or configs["model_index"].get("with_reference", False)
         self.module: PartsModule
         if "controlnet" in parts:
             own = inspect.signature(ControlNetDiffusion).parameters
@@ -267,13 +281,17 @@ class OnPaper:
             pipeline = cls(**missing | parts)
             self.module = PipelineDiffusion(pipeline, 0.0, call=call, lora=lora, expert=expert)
             self.denoiser = self.module.step.denoiser
-            if self.module.step.animates:
-                raise ConfigurationError(
-                    f"{cls.__name__} reads an image before it can be planned, and on paper there is none; "
-                    "`diffpipe bench` times its training where it is to run"
-                )
             with Values():
                 self.size = self._looked_at(self.module)
+            step = self.module.step
+            self.with_reference |= step.needs_image and not step.animates
+            if self.with_reference and (step.image is None or step.reads_references):
+                raise ConfigurationError(
+                    f"{cls.__name__} "
+                    + ("edits no images" if step.image is None else "shows them to a processor")
+                    + ", so that no reference can be planned for on paper; leave with_reference out, or time its "
+                    "training where it is to run (`diffpipe bench`)"
+                )
         self.size |= configs.get("size", {})
         self.module.to(dtype)  # tables that are made in another type
         chosen = quantizations_of(quantization, [*self.module.parts], runs=False)
@@ -300,7 +318,11 @@ class OnPaper:
             raise Captured
 
         nothing: Callable[..., Any] = lambda *_: None
-        step.run(draw, torch.ones(1), [step.neutral], {}, parts, nothing, nothing)
+        if step.decoder is not None:
+            vae = parts[step.decoder]
+            parts[step.decoder] = StandIn(vae, encode=encoding_means(vae), dtype=torch.float32)
+        shown = {step.image: torch.zeros(1, 3, 64, 64)} if step.needs_image else {}
+        step.run(draw, torch.ones(1), [step.neutral], shown, parts, nothing, nothing)
         encoded = module.encode(torch.zeros(1, 3, 64, 64, device=self.device))
         rows, columns = (64 // side for side in encoded.shape[-2:])
         known = inspect.signature(type(module.pipeline).__call__).parameters
@@ -320,7 +342,7 @@ class OnPaper:
         batch: dict[str, Any] = {"image": make(num_samples, 3, height, width)}
         if frames > 1:
             batch = {"video": make(num_samples, 3, frames, height, width)}
-        if isinstance(self.module, ControlNetDiffusion):
+        if isinstance(self.module, ControlNetDiffusion) or self.with_reference:
             batch["condition"] = make(num_samples, 3, height, width)
         if getattr(self.module, "draws_from", "caption") == "class_labels":
             return batch | {"class_labels": torch.zeros(num_samples, dtype=torch.long)}
@@ -341,6 +363,7 @@ class ModelOnPaper:
         lora_rank: Rank of adapters that are trained in place of the denoiser's weights; None for the weights.
         quantization: Of frozen linear layers, as of `PipelineDiffusion.from_pretrained`; counts in memory only.
         expert: As in `PipelineDiffusion`; both denoisers of Wan 2.2 if not given.
+        with_reference: As in `OnPaper`.
 
     Raises:
         ConfigurationError: There is no such model, device or type.
@@ -355,6 +378,7 @@ class ModelOnPaper:
     lora_rank: int | None = None
     quantization: Any = None
     expert: Expert | None = None
+    with_reference: bool = False
 
     def __post_init__(self) -> None:
         read_configs(str(self.path))
@@ -388,6 +412,7 @@ class ModelOnPaper:
                 lora=lora,
                 quantization=self.quantization,
                 expert=self.expert,
+                with_reference=self.with_reference,
             )
             if self.resolution is not None:
                 paper.module.require_size(self.resolution, self.resolution)
@@ -400,6 +425,7 @@ class ModelOnPaper:
             trained = "" if lora is None else f", adapters of rank {lora.rank}"
             trained += f", quantized ({self.quantization})" if self.quantization else ""
             trained += f", expert {self.expert}" if self.expert else ""
+            trained += ", with a reference" if paper.with_reference else ""
             title = f"{name} at {pixels} in {self.dtype}{trained}, modelled on {device.name}"
             run = (paper.module, paper.step, paper.batch)
             return modelled(title, *run, paper.denoiser, device, sample_counts)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_diffpipe.errors import ConfigurationError, require_number
+from lightning_diffpipe.errors import ConfigurationError, require_choice, require_number
 from lightning_diffpipe.graph.versions import plain_tensors
 from lightning_diffpipe.runtime.optimizer_sharding import may_be_divided, switches_weights
 
@@ -58,8 +58,7 @@ class Optimization:
         for name in ("lr", "weight_decay", "warmup_steps", "decay_share", "final_share", "power"):
             require_number(name, getattr(self, name), 0)
         require_number("num_cycles", self.num_cycles, 1, whole=True)
-        if self.decay not in (known := get_args(Decay)):
-            raise ConfigurationError(f"decay must be one of {', '.join(known)}; got {self.decay!r}")
+        require_choice("decay", self.decay, get_args(Decay))
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigurationError(f"betas must be two numbers in [0, 1); got {self.betas}")
         groups = {

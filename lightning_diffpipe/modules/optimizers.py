@@ -1,17 +1,18 @@
-"""Optimizers that libraries do not have in a form that stages can use: Prodigy, and Muon next to AdamW.
+"""Optimizers that libraries lack in a form that stages can use: D-Adaptation, Prodigy, and Muon next to AdamW.
 
-Prodigy finds one step size from two sums over all parameters. A rank of a pipeline has those of its own stage, so
-sums of all ranks are added before it is computed (`sum_over_ranks`, which the strategy calls). The host
-reads two numbers a step.
+The first two find one step size from two sums over all parameters. A rank of a pipeline has those of its own stage,
+so sums of all ranks are added before it is computed (`sum_over_ranks`, which the strategy calls). The host reads
+two numbers a step.
 
 Sources:
+    D-Adaptation: Defazio & Mishchenko (2023), https://arxiv.org/abs/2301.07733; settings as of dadaptation.
     Prodigy: Mishchenko & Defazio (2023), https://arxiv.org/abs/2306.06101; settings have the names of prodigyopt.
     Muon: Jordan et al. (2024), https://kellerjordan.github.io/posts/muon/
 """
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +30,112 @@ def _loss_of(closure: Callable[[], float] | None) -> float | None:
         return closure()
 
 
-class Prodigy(Optimizer):
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _sum(values: Tensor) -> Tensor:
+    return values.sum(dtype=_wide(values.device))
+
+
+class _DistanceAdapted(Optimizer):
+    """Adam whose step size grows to what the distance to the solution asks for.
+
+    Subclasses say of a parameter what it adds to the two sums that estimate that distance, the numerator and the
+    denominator (`_accumulate`), what follows from both (`_found`), and how weights move (`_move`).
+
+    Args:
+        params: As of any optimizer; groups have one learning rate, or 0.
+        lr: A factor of the step size that is found.
+        d0: First estimate of the step size.
+        growth_rate: Most that the estimate grows by in a step.
+        settings: Of every group.
+
+    Raises:
+        ConfigurationError: A learning rate that is one of Adam's, or several.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float, d0: float, growth_rate: float, **settings: Any
+    ) -> None:
+        require_number("d0", d0, above=0)
+        found = {"d0": d0, "d": d0, "d_numerator": 0.0, "k": 0}
+        super().__init__(params, {"lr": lr, "growth_rate": growth_rate, **settings, **found})
+        for group in self.param_groups:
+            if group["lr"] not in (0, lr) or 0 < lr < 1e-2:
+                raise ConfigurationError(
+                    f"{type(self).__name__} finds one learning rate for all parameters, of which lr is a factor; "
+                    f"got lr={group['lr']}{f' beside {lr}' if group['lr'] != lr else ''}: take lr=1"
+                )
+        self._counted: Collection[int] | None = None
+        self._reduce: Callable[[Tensor], Tensor] | None = None
+
+    def sum_over_ranks(
+        self, counted: Iterable[nn.Parameter], reduce: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Sums over ranks by `reduce` from now on; no other rank counts the parameters `counted`."""
+        self._counted, self._reduce = {id(p) for p in counted}, reduce
+
+    def _new_state(self, p: Tensor) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq", "s")}
+
+    def _accumulate(self, group: Mapping[str, Any], p: Tensor, rate: float) -> list[Tensor]:
+        """Updates the state of a parameter by its gradient, and returns what it adds to both sums."""
+        raise NotImplementedError
+
+    def _found(
+        self, group: Mapping[str, Any], numerator: float, denominator: float
+    ) -> dict[str, float]:
+        """Returns what a group keeps after a step: the step size `d`, the numerator, and what else it needs."""
+        raise NotImplementedError
+
+    def _move(self, group: Mapping[str, Any], p: Tensor, rate: float) -> None:
+        """Makes a parameter's step, after weight decay."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Estimates the distance to the solution, `d`, which scales the learning rate, and makes a step of Adam.
+
+        A collective call with `sum_over_ranks`. Parameters without a gradient stay as they are.
+        """
+        loss = _loss_of(closure)
+        first = self.param_groups[0]
+        rate = first["d"] * max(group["lr"] for group in self.param_groups)
+        if first["use_bias_correction"]:
+            correction1, correction2 = (1 - beta ** (first["k"] + 1) for beta in first["betas"])
+            rate *= math.sqrt(correction2) / correction1
+        updated = [
+            (group, p) for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        device = updated[0][1].device if updated else torch.device("cpu")
+        sums = torch.zeros(2, dtype=_wide(device), device=device)
+        for group, p in updated:
+            if not self.state[p]:
+                self.state[p].update(self._new_state(p))
+            if group["lr"] == 0:
+                continue
+            added = torch.stack(self._accumulate(group, p, rate))
+            if self._counted is None or id(p) in self._counted:
+                sums += added
+        if self._reduce is not None:
+            sums = self._reduce(sums)
+        numerator, denominator = sums.tolist()
+        if denominator == 0:  # no gradient is anything but zero
+            return loss
+        if rate > 0:
+            found = self._found(first, numerator, denominator)
+            for group in self.param_groups:
+                group.update(found)
+        for group, p in updated:
+            p.mul_(1 - group["weight_decay"] * rate)
+            self._move(group, p, rate)
+        for group in self.param_groups:
+            group["k"] += 1
+        return loss
+
+
+class Prodigy(_DistanceAdapted):
     """Adam with decoupled weight decay, whose step size grows to what the distance to the solution asks for.
 
     Args:
@@ -63,85 +169,94 @@ class Prodigy(Optimizer):
         d_coef: float = 1.0,
         growth_rate: float = math.inf,
     ) -> None:
-        require_number("d0", d0, above=0)
         beta3 = math.sqrt(betas[1]) if beta3 is None else beta3
         settings = {"betas": betas, "beta3": beta3, "eps": eps, "weight_decay": weight_decay}
-        settings |= {"use_bias_correction": use_bias_correction, "d0": d0, "d_coef": d_coef}
-        settings |= {"safeguard_warmup": safeguard_warmup, "growth_rate": growth_rate}
-        found = {"d": d0, "d_max": d0, "d_numerator": 0.0, "k": 0}
-        super().__init__(params, {"lr": lr, **settings, **found})
-        for group in self.param_groups:
-            if group["lr"] not in (0, lr) or 0 < lr < 1e-2:
-                raise ConfigurationError(
-                    "Prodigy finds one learning rate for all parameters, of which lr is a factor; got "
-                    f"lr={group['lr']}{f' beside {lr}' if group['lr'] != lr else ''}: take lr=1, and d_coef for "
-                    "larger or smaller steps"
-                )
-        self._counted: Collection[int] | None = None
-        self._reduce: Callable[[Tensor], Tensor] | None = None
+        settings |= {"use_bias_correction": use_bias_correction, "d_coef": d_coef}
+        settings |= {"safeguard_warmup": safeguard_warmup, "d_max": d0}
+        super().__init__(params, lr, d0, growth_rate, **settings)
 
-    def sum_over_ranks(
-        self, counted: Iterable[nn.Parameter], reduce: Callable[[Tensor], Tensor]
+    def _new_state(self, p: Tensor) -> dict[str, Tensor]:
+        return super()._new_state(p) | {"p0": p.clone()}
+
+    def _accumulate(self, group: Mapping[str, Any], p: Tensor, rate: float) -> list[Tensor]:
+        state, gradient, d = self.state[p], p.grad, group["d"]
+        beta1, beta2 = group["betas"]
+        towards_solution = _sum(gradient * (state["p0"] - p))
+        state["exp_avg"].mul_(beta1).add_(gradient, alpha=d * (1 - beta1))
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=d * d * (1 - beta2))
+        s_rate = d / group["d0"] * (d if group["safeguard_warmup"] else rate)
+        state["s"].mul_(group["beta3"]).add_(gradient, alpha=s_rate)
+        return [d / group["d0"] * rate * towards_solution, _sum(state["s"].abs())]
+
+    def _found(
+        self, group: Mapping[str, Any], numerator: float, denominator: float
+    ) -> dict[str, float]:
+        numerator += group["beta3"] * group["d_numerator"]
+        d, estimate = group["d"], group["d_coef"] * numerator / denominator
+        d_max = max(group["d_max"], estimate)
+        first = max(d, estimate) if d == group["d0"] else d
+        d = min(d_max, first * group["growth_rate"])
+        return {"d": d, "d_max": d_max, "d_numerator": numerator}
+
+    def _move(self, group: Mapping[str, Any], p: Tensor, rate: float) -> None:
+        state = self.state[p]
+        spread = state["exp_avg_sq"].sqrt().add_(group["d"] * group["eps"])
+        p.addcdiv_(state["exp_avg"], spread, value=-rate)
+
+
+class DAdaptAdam(_DistanceAdapted):
+    """Adam with decoupled weight decay and the step size of D-Adaptation, which came before Prodigy.
+
+    Args:
+        params: As of any optimizer; groups have one learning rate, or 0.
+        lr: A factor of the step size that is found; 1 unless training is unstable.
+        betas: Averaging factors of gradients and of their squares.
+        eps: Added to the root of the squares.
+        weight_decay: Decoupled weight decay.
+        use_bias_correction: Scale as Adam does in its first steps.
+        d0: First estimate of the step size.
+        growth_rate: Most that the estimate grows by in a step.
+
+    Raises:
+        ConfigurationError: A learning rate that is one of Adam's, or several.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        use_bias_correction: bool = False,
+        d0: float = 1e-6,
+        growth_rate: float = math.inf,
     ) -> None:
-        """Sums over ranks by `reduce` from now on; no other rank counts the parameters `counted`."""
-        self._counted, self._reduce = {id(p) for p in counted}, reduce
+        settings = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        settings["use_bias_correction"] = use_bias_correction
+        super().__init__(params, lr, d0, growth_rate, **settings)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Estimates the distance to the solution, `d`, which scales the learning rate, and makes a step of Adam.
+    def _accumulate(self, group: Mapping[str, Any], p: Tensor, rate: float) -> list[Tensor]:
+        state, gradient, (beta1, beta2) = self.state[p], p.grad, group["betas"]
+        scaled = state["s"] / state["exp_avg_sq"].sqrt().add_(group["eps"])
+        numerator = rate * _sum(gradient * scaled)
+        state["exp_avg"].mul_(beta1).add_(gradient, alpha=rate * (1 - beta1))
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        beta3 = math.sqrt(beta2)
+        state["s"].mul_(beta3).add_(gradient, alpha=rate * (1 - beta3))
+        return [numerator, _sum(state["s"].abs())]
 
-        A collective call with `sum_over_ranks`. Parameters without a gradient stay as they are.
-        """
-        loss = _loss_of(closure)
-        first = self.param_groups[0]
-        d, d0, beta3 = first["d"], first["d0"], first["beta3"]
-        rate = d * max(group["lr"] for group in self.param_groups)
-        if first["use_bias_correction"]:
-            correction1, correction2 = (1 - beta ** (first["k"] + 1) for beta in first["betas"])
-            rate *= math.sqrt(correction2) / correction1
-        s_rate = d / d0 * (d if first["safeguard_warmup"] else rate)
-        updated = [
-            (group, p) for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]
-        device = updated[0][1].device if updated else torch.device("cpu")
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        sums = torch.zeros(2, dtype=dtype, device=device)
-        for group, p in updated:
-            state, gradient = self.state[p], p.grad
-            if not state:
-                names = ("exp_avg", "exp_avg_sq", "s")
-                state.update({name: torch.zeros_like(p) for name in names}, p0=p.clone())
-            if group["lr"] == 0:
-                continue
-            beta1, beta2 = group["betas"]
-            towards_solution = torch.sum(gradient * (state["p0"] - p), dtype=dtype)
-            state["exp_avg"].mul_(beta1).add_(gradient, alpha=d * (1 - beta1))
-            state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=d * d * (1 - beta2))
-            state["s"].mul_(beta3).add_(gradient, alpha=s_rate)
-            if self._counted is None or id(p) in self._counted:
-                sums += torch.stack(
-                    [d / d0 * rate * towards_solution, state["s"].abs().sum(dtype=dtype)]
-                )
-        if self._reduce is not None:
-            sums = self._reduce(sums)
-        numerator, denominator = sums.tolist()
-        if denominator == 0:  # no gradient is anything but zero
-            return loss
-        numerator += beta3 * first["d_numerator"]
-        if rate > 0:
-            estimate = first["d_coef"] * numerator / denominator
-            first_estimate = max(d, estimate) if d == d0 else d
-            d_max = max(first["d_max"], estimate)
-            found = {"d": min(d_max, first_estimate * first["growth_rate"]), "d_max": d_max}
-            for group in self.param_groups:
-                group.update(found, d_numerator=numerator)
-        for group, p in updated:
-            state, eps = self.state[p], first["d"] * group["eps"]
-            p.mul_(1 - group["weight_decay"] * rate)
-            p.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(eps), value=-rate)
-        for group in self.param_groups:
-            group["k"] += 1
-        return loss
+    def _found(
+        self, group: Mapping[str, Any], numerator: float, denominator: float
+    ) -> dict[str, float]:
+        beta3 = math.sqrt(group["betas"][1])
+        numerator = beta3 * group["d_numerator"] + (1 - beta3) * numerator
+        d, estimate = group["d"], numerator / ((1 - beta3) * denominator)
+        return {"d": max(d, min(estimate, d * group["growth_rate"])), "d_numerator": numerator}
+
+    def _move(self, group: Mapping[str, Any], p: Tensor, rate: float) -> None:
+        state = self.state[p]
+        p.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-1)
 
 
 class Muon(Optimizer):

@@ -21,21 +21,16 @@ import copy
 import inspect
 import json
 import pickle
-import shutil
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import diffusers
-import huggingface_hub
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 import lightning_diffpipe
@@ -53,11 +48,8 @@ from lightning_diffpipe.graph.placement import quantize_all
 from lightning_diffpipe.modules.adapters import (
     Lora,
     adapted_parts,
-    add_adapters,
-    lora_files,
     lora_weights,
     merged,
-    name_in_file,
     refuse_others,
     settings_of,
     write_lora,
@@ -65,6 +57,20 @@ from lightning_diffpipe.modules.adapters import (
 from lightning_diffpipe.modules.base_model import BASE_KEY, BaseModel, frozen_weights
 from lightning_diffpipe.modules.noise import LOSS_BY_TIME
 from lightning_diffpipe.modules.optimization import Optimization
+from lightning_diffpipe.modules.part_files import (
+    OTHER_PARTS,
+    PartOutline,
+    fetched,
+    folder_of_part,
+    from_base,
+    from_stored,
+    index_entry,
+    load_for_training,
+    outline_of_part,
+    read_index,
+    text_files,
+    write_part,
+)
 from lightning_diffpipe.quantization import (
     has_quantized,
     quantizations_of,
@@ -72,149 +78,12 @@ from lightning_diffpipe.quantization import (
 )
 from lightning_diffpipe.runtime.optimizer_sharding import switches_weights
 from lightning_diffpipe.sampling.loop import PipelineCall
-from lightning_diffpipe.sampling.loras import StoredLora, refuse_adapted
+from lightning_diffpipe.sampling.loras import SECOND, StoredLora, lora_files, refuse_adapted
 from lightning_diffpipe.sampling.skeleton import dtype_named
-from lightning_diffpipe.sampling.source import class_of, load_part
+from lightning_diffpipe.sampling.source import class_of
 
 _FILES_KEY = "diffpipe_parts"
 _INDEX_KEY = "diffpipe_index"
-_OTHER_PARTS = "_other_parts"
-_ROOM_BYTES = 2**25  # for configs and vocabularies
-
-
-@dataclass(frozen=True)
-class PartOutline:
-    """A part without its weights.
-
-    Attributes:
-        cls: Its class.
-        config: Its config, as stored: without what the class has by default. Empty for parts of transformers.
-    """
-
-    cls: type
-    config: Mapping[str, Any]
-
-
-def outline_of_part(path: str, name: str, entry: Sequence[str]) -> PartOutline:
-    """Reads what there is to know about a part before `load_part` reads its weights, with the same arguments."""
-    cls = class_of(*entry)
-    has_config = issubclass(cls, diffusers.ModelMixin)
-    return PartOutline(cls, cls.load_config(path, subfolder=name) if has_config else {})
-
-
-def read_index(path: str) -> dict[str, Any]:
-    """Reads the `model_index.json` of a folder or hub id.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
-    try:
-        return diffusers.DiffusionPipeline.load_config(path)
-    except OSError as error:
-        refusal = f"{path!r} is neither a folder with a model_index.json nor a hub model"
-        if huggingface_hub.constants.HF_HUB_OFFLINE:
-            remedy = "check the path, or allow downloads (offline=false on the command line)"
-            raise ConfigurationError(f"{refusal} on this machine; {remedy}") from error
-        reason = str(error).split("\n", 1)[0]
-        raise ConfigurationError(
-            f"{refusal} that can be downloaded ({reason}); check the path. If the model has a licence to accept, "
-            "as Flux has, do so on its page of the hub, then `hf auth login`"
-        ) from error
-
-
-def fetched(path: str) -> str:
-    """Returns the folder of a hub id, all of it there; a folder, and what diffusers cannot fetch, as it is."""
-    if Path(path).is_dir():
-        return path
-    try:
-        return str(diffusers.DiffusionPipeline.download(path))
-    except (OSError, ValueError, AttributeError):  # whoever reads a part says why it cannot
-        return path
-
-
-def folder_of_part(path: str, index: Mapping[str, Any], name: str) -> str:
-    """Returns the folder or hub id with a part: this one, or the one to which its index leaves it."""
-    other = index.get(_OTHER_PARTS)
-    if other is None or not Path(path).is_dir() or (Path(path) / name).is_dir():
-        return path
-    return str((Path(path) / other).resolve())
-
-
-def _index_entry(part: Any) -> list[str]:
-    return [type(part).__module__.partition(".")[0], type(part).__name__]
-
-
-def _write_part(part: Any, folder: Path) -> None:
-    """Writes a part to another folder, then puts its files in place."""
-    folder.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as name:
-        written = Path(name)
-        try:
-            part.save_pretrained(written)
-        except SafetensorError as error:  # has no path
-            raise CheckpointError(f"cannot write the weights of {folder}: {error}") from error
-        for path in written.glob("*config.json"):
-            config = json.loads(path.read_text())
-            # The path that a part was once read from means nothing elsewhere.
-            if config.pop("_name_or_path", None) is not None:
-                path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        for path in [path for path in written.rglob("*") if path.is_file()]:
-            target = folder / path.relative_to(written)
-            target.parent.mkdir(exist_ok=True)
-            path.replace(target)
-
-
-def _text_files(part: Any) -> dict[str, str]:
-    """Returns the files that describe a part without its weights, by file name."""
-    folders = [f for f in (tempfile.gettempdir(), "/dev/shm", ".") if Path(f).is_dir()]
-    roomy = next((f for f in folders if shutil.disk_usage(f).free > _ROOM_BYTES), None)
-    with tempfile.TemporaryDirectory(dir=roomy) as folder:
-        if not isinstance(part, nn.Module):
-            part.save_pretrained(folder)
-        elif hasattr(part, "save_config"):
-            part.save_config(folder)
-        else:
-            part.config.save_pretrained(folder)
-        return {path.name: path.read_text() for path in Path(folder).iterdir() if path.is_file()}
-
-
-def _from_stored(stored: Mapping[str, Any]) -> Any:
-    """Builds a part of a checkpoint, with adapters, and weights that still have to be loaded."""
-    part = _without_weights(stored)
-    add_adapters(part, stored.get("adapters", {}))
-    return part
-
-
-def _without_weights(stored: Mapping[str, Any]) -> Any:
-    cls = class_of(*stored["class"])
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in stored["files"].items():
-            (Path(folder) / name).write_text(text)
-        if not issubclass(cls, nn.Module):
-            return cls.from_pretrained(folder)
-        if hasattr(cls, "load_config"):
-            return cls.from_config(cls.load_config(folder))
-        return cls(cls.config_class.from_pretrained(folder))
-
-
-def _from_base(base: BaseModel, name: str, stored: Mapping[str, Any]) -> Any:
-    """Reads a part from the base of a checkpoint, with adapters, whose weights still have to be loaded.
-
-    Raises:
-        CheckpointError: The base is not there.
-    """
-    try:
-        index = read_index(base.path)
-        path = fetched(base.path)
-        part = load_part(folder_of_part(path, index, name), name, stored["class"])
-    except (OSError, ConfigurationError) as error:
-        raise CheckpointError(
-            f"the checkpoint has adapters only, and the {name} of the model below them cannot be read from "
-            f"{base.path}: {error}. Give the folder that has it now: from_checkpoint(path, base=FOLDER), and "
-            "base=FOLDER for the Predictor and diffpipe sample"
-        ) from error
-    add_adapters(part, stored.get("adapters", {}))
-    return part
 
 
 said_of_cut: set[str] = set()
@@ -249,12 +118,6 @@ def in_float32(part: nn.Module, *dtypes: torch.dtype, only_trained: bool = False
                 and (tensor.requires_grad or not only_trained)
             ):
                 tensor.data = tensor.data.float()
-
-
-def load_for_training(path: str, name: str, entry: Sequence[str], dtype: torch.dtype | None) -> Any:
-    """Loads a part as `load_part`; without a type, an autoencoder that asks for float32 gets it."""
-    config = outline_of_part(path, name, entry).config if dtype is None else {}
-    return load_part(path, name, entry, torch.float32 if config.get("force_upcast") else dtype)
 
 
 def _do_nothing() -> None: ...
@@ -352,15 +215,14 @@ class PartsModule(L.LightningModule):
         if lora.lora_from is not None and not adapted_parts(self.parts):
             config = getattr(getattr(self, "unet", None), "config", None)
             for path, parts in lora_files(Path(lora.lora_from), adapted).items():
-                own = {name_in_file(name): part for name, part in parts.items()}
-                stored = StoredLora(path, 1.0, loader, config)
-                if others := sorted(stored.parts() - own.keys()):
+                stored = StoredLora(path, 1.0, loader, config, is_second=SECOND in parts)
+                if others := sorted(stored.parts() - parts.keys()):
                     raise ConfigurationError(
-                        f"lora_from={path} has adapters of {', '.join(others)}, and {', '.join(own)} is "
+                        f"lora_from={path} has adapters of {', '.join(others)}, and {', '.join(parts)} is "
                         "trained: add train_text_encoder=true if it is one of this model, or choose another file"
                     )
                 for name in sorted(stored.parts()):
-                    stored.adapt(name, own[name])
+                    stored.adapt(name, parts[name])
         for part in adapted.values():
             lora.add_to(part)
 
@@ -554,7 +416,7 @@ class PartsModule(L.LightningModule):
         module.pipeline_index = {  # parts that are not read, such as a safety checker, are absent
             key: [None, None] if isinstance(value, (list, tuple)) else value
             for key, value in index.items()
-            if key not in cls.part_names and key != _OTHER_PARTS
+            if key not in cls.part_names and key != OTHER_PARTS
         }
         module._note_base(path, stored)
         return module
@@ -611,11 +473,11 @@ class PartsModule(L.LightningModule):
         try:
             for name, part in self.parts.items():
                 part = merged(part)
-                index[name] = _index_entry(part)
+                index[name] = index_entry(part)
                 if isinstance(part, nn.Module) and dtype is not None:
                     # Past diffusers' own `to`, which warns about every change of type.
                     part = nn.Module.to(copy.deepcopy(part), dtype)
-                _write_part(part, folder / name)
+                write_part(part, folder / name)
         finally:
             self._swap_quantized()
         write_atomically(index_path, json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -691,8 +553,8 @@ class PartsModule(L.LightningModule):
         self.leave_to_base(checkpoint)
         checkpoint[_FILES_KEY] = {
             name: {
-                "class": _index_entry(part),
-                "files": _text_files(part),
+                "class": index_entry(part),
+                "files": text_files(part),
                 "adapters": settings_of(part),
             }
             for name, part in self.parts.items()
@@ -756,7 +618,7 @@ class PartsModule(L.LightningModule):
         checkpoint = read_checkpoint(path, cls.__name__)
         below = BaseModel.recorded(checkpoint, base)
         parts = {
-            name: _from_base(below, name, stored) if name in below.samples else _from_stored(stored)
+            name: from_base(below, name, stored) if name in below.samples else from_stored(stored)
             for name, stored in checkpoint[_FILES_KEY].items()
             if name not in kwargs
         }
@@ -847,12 +709,12 @@ def checkpoint_part_weights(
     own = {n.removeprefix(prefix): value for n, value in weights if n.startswith(prefix)}
     below = BaseModel.recorded(checkpoint, base)
     if name in below.samples:
-        part = _from_base(below, name, stored)
+        part = from_base(below, name, stored)
         own = below.completed(name, part.state_dict(), own)
     elif not stored.get("adapters"):
         return own
     else:
-        part = _from_stored(stored)
+        part = from_stored(stored)
     part.load_state_dict(own)
     return merged(part).state_dict()
 

@@ -24,17 +24,17 @@ from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, require_number
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DiffPipeError,
+    require_choice,
+    require_number,
+)
 from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.noise import Noise, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.parts import (
-    PartsModule,
-    fetched,
-    load_for_training,
-    read_index,
-    warn_of_cut,
-)
+from lightning_diffpipe.modules.part_files import fetched, load_for_training, read_index
+from lightning_diffpipe.modules.parts import PartsModule, warn_of_cut
 from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of, spans_of
 from lightning_diffpipe.pipelines.stand_ins import (
     decoding_in_own_precision,
@@ -518,11 +518,10 @@ class PipelineDiffusion(PartsModule):
 
 def _denoisers_of(pipeline: DiffusionPipeline, expert: Expert | None) -> tuple[str, ...]:
     """Returns the names of the denoisers that are trained; raises ConfigurationError for experts it has not."""
-    denoisers, known = tuple(spans_of(pipeline)), get_args(Expert)
+    denoisers = tuple(spans_of(pipeline))
     if expert is None:
         return denoisers
-    if expert not in known:
-        raise ConfigurationError(f"expert must be one of {', '.join(known)}; got {expert!r}")
+    require_choice("expert", expert, get_args(Expert))
     if len(denoisers) == 1:
         raise ConfigurationError(
             f"expert={expert!r} is for pipelines with two denoisers, and {type(pipeline).__name__} has one, "

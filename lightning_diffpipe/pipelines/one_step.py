@@ -537,8 +537,10 @@ def condition_of(cls: type) -> str | None:
     known = (condition, image_of(cls))
     if others := [name for name in required_by(cls) if name not in known]:
         raise ConfigurationError(
-            f"{cls.__name__} draws from {', '.join(others)}, not from prompts or classes alone; train it with a "
-            "LightningModule whose training_step calls its denoiser, which the strategy runs unchanged"
+            f"{cls.__name__} draws from {', '.join(others)}, not from prompts or classes alone; train it as "
+            "another pipeline of diffusers that has the same parts (pipeline_class='LTXImageToVideoPipeline' for "
+            "those of LTXConditionPipeline), or with a LightningModule whose training_step calls its denoiser, "
+            "which the strategy runs unchanged"
         )
     return condition
 

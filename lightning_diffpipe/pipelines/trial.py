@@ -10,7 +10,8 @@ import copy
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,13 +24,13 @@ from transformers.utils import ModelOutput
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.one_step import TIME, OneStep, Tail, patched
 from lightning_diffpipe.pipelines.stand_ins import (
+    Certain,
     Draw,
     Place,
     StandIn,
     given,
     in_type,
     is_followed,
-    posterior_of,
 )
 
 _NO_SIZE = (
@@ -81,12 +82,26 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
             refusal = ConfigurationError(
                 f"{step.name} cannot be trained by its own call: with one step at a timestep for each sample "
                 f"it ended in {type(error).__name__}: {error}"
-                + _NO_SIZE.format(step.denoiser)
-                * (config.get("sample_size", 0) is None)
+                + f"; if that is a package, pip install {getattr(error, 'name', '')}"
+                * isinstance(error, NameError)
+                + _NO_SIZE.format(step.denoiser) * (config.get("sample_size", 0) is None)
             )
             refusal.__cause__ = error
             refusals.append(refusal)
     raise refusals[len(refusals) // 2 if reads else 0]
+
+
+def encoding_means(decoder: Any) -> Callable[..., Any]:
+    """Returns an `encode` that gives for each image its mean, in the shape of an encoding; nothing is computed."""
+    outline = functools.cache(lambda: copy.deepcopy(decoder).to("meta"))
+
+    def encode(pixels: Tensor, *_: Any, **__: Any) -> Any:
+        dtype = next(outline().parameters()).dtype
+        shape = outline().encode(pixels.to("meta", dtype)).latent_dist.mode().shape
+        means = pixels.flatten(1).mean(1).view(-1, *[1] * (len(shape) - 1)).expand(shape)
+        return SimpleNamespace(latent_dist=Certain(means))
+
+    return encode
 
 
 class Trial:
@@ -153,21 +168,22 @@ class Trial:
         """Returns an autoencoder that notes what it encodes, in double precision.
 
         Kernels of lower precision sum in an order that depends on how many images there are. References, which a
-        pipeline makes as large as those it draws, are encoded as their means.
+        pipeline makes as large as those it draws, are encoded as their means, and so are images of models on paper.
         """
-        wide = functools.cache(lambda: copy.deepcopy(decoder).double())
-        outline = functools.cache(lambda: copy.deepcopy(decoder).to("meta"))
+        wide, of_shapes = (
+            functools.cache(lambda: copy.deepcopy(decoder).double()),
+            encoding_means(decoder),
+        )
+        is_on_paper = next(decoder.parameters()).is_meta
 
         def encode(pixels: Tensor, *args: Any, **options: Any) -> Any:
             self._calls[name].append(pixels)
-            if not self._step.reads_references:
+            if not (self._step.reads_references or is_on_paper):
                 encoded = wide().encode(pixels.double(), *args, **options)
                 if hasattr(encoded, "latent_dist"):  # drawn from, it would differ from run to run
                     encoded.latent_dist.std = torch.zeros_like(encoded.latent_dist.std)
                 return encoded
-            shape = outline().encode(pixels.to("meta", decoder.dtype)).latent_dist.mode().shape
-            means = pixels.flatten(1).mean(1).view(-1, *[1] * (len(shape) - 1)).expand(shape)
-            return posterior_of(means)
+            return of_shapes(pixels)
 
         return StandIn(decoder, encode=encode)
 
@@ -414,6 +430,12 @@ class Trial:
                 axes[along] = axis
         inserted = [length for length, axis in zip(shift.shape, axes, strict=True) if axis is None]
         if any(n > 1 for n in inserted) or not (_is_per_channel(scale) and _is_per_channel(shift)):
+            if self._step.animates and not torch.allclose(self._of_darker_image(num_given), shift):
+                raise ConfigurationError(
+                    f"{self._step.name} mixes the image that it animates into the noise that it starts from, which "
+                    "is no part of a step of training; train its denoiser with a LightningModule whose "
+                    "training_step calls it"
+                ) from refusal
             raise refusal
         frames_apart = axes[0] is not None
         if frames_apart:  # they must come sample by sample, here 0 and 1
@@ -432,6 +454,11 @@ class Trial:
             num_given,
             self._temporal_ratio(axes),
         )
+
+    def _of_darker_image(self, num_given: int) -> Tensor:
+        """Returns what is decoded without noise for an image of half the brightness, as `tail` has it."""
+        further = self._image(torch.tensor([0.5]))
+        return self._decoded(torch.zeros, further=further)[:, :, num_given:]
 
     def _temporal_ratio(self, axes: Sequence[int | None]) -> int | None:
         """Returns by how many frames a video grows for one more frame of its latents; None without an image."""

@@ -256,8 +256,8 @@ class CostModel:
         return self._encoder_bytes(offloaded=True)
 
     def _encoder_bytes(self, offloaded: bool) -> int:
-        encoders = (each for each in self.profile.encoders if each.offloaded == offloaded)
-        return sum(layer.parameter_bytes for encoder in encoders for layer in encoder.layers)
+        layers = (each for each in self.profile.frozen_layers if each.offloaded == offloaded)
+        return sum(layer.parameter_bytes for layer in layers)
 
     @property
     @_remembered

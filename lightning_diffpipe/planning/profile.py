@@ -287,13 +287,20 @@ class BackboneProfile:
 
 @dataclass(frozen=True, slots=True)
 class EncoderLayerProfile:
-    """A layer of a frozen encoder; forward only."""
+    """A layer of a frozen encoder; forward only.
+
+    Attributes:
+        follows_sample: Whether its results follow from the sample alone; None if unknown.
+        offloaded: Its results are stored before training, when its parameters leave memory.
+    """
 
     name: str
     forward_s: Seconds
     parameter_bytes: int = 0
     output_bytes_per_sample: int = 0
     flops_per_sample: int = 0
+    follows_sample: bool | None = None
+    offloaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,12 +318,11 @@ class EncoderProfile:
     Attributes:
         needs: Encoders that must have finished first.
         results: Outputs that the backbone reads; if none is named, all outputs of the last layer, everywhere.
-        cacheable: Whether its results follow from the sample alone, so that they can be stored; None if
+        cacheable: Whether most of it follows from the sample alone, and is slower to compute than to read; None if
             unknown.
         stored_bytes_per_sample: Bytes that `EncodingCache` would keep; 0 if unknown.
         splittable: Whether it gives the same when it runs on some samples of a microbatch only; None if
             unknown.
-        offloaded: What it gives is stored before training, when it leaves memory; its times are those of reading.
     """
 
     name: str
@@ -326,7 +332,13 @@ class EncoderProfile:
     cacheable: bool | None = None
     stored_bytes_per_sample: int = 0
     splittable: bool | None = None
-    offloaded: bool = False
+
+    @property
+    def stored_first(self) -> tuple[bool, ...]:
+        """Whether results of each layer can be stored before training, as far as is known."""
+        known = self.cacheable is not False
+        seen = (layer.follows_sample for layer in self.layers)
+        return tuple(known if follows is None else follows for follows in seen)
 
     def read_at(self, moved: Callable[[tuple[int, ...]], tuple[int, ...]]) -> EncoderProfile:
         """Returns the same with other positions of the layers that read its results."""
@@ -415,19 +427,23 @@ DISK_BYTES_PER_S = 200e6
 
 
 def encoded_first(profile: ModelProfile) -> ModelProfile:
-    """Returns the profile of a run that stores what encoders give before training, and has them in memory no more.
+    """Returns the profile of a run that stores what encoders give before training.
 
-    Of all encoders but those of which the profile says that their results do not follow from the sample alone.
+    Layers that are stored take no time, but for the last one of an encoder, which takes that of reading. Their
+    parameters leave memory, unless another call of the same module follows noise.
     """
 
     def stored_first(encoder: EncoderProfile) -> EncoderProfile:
-        read_s = Seconds.per_sample(encoder.disk_bytes_per_sample / DISK_BYTES_PER_S)
-        times_s = (*(Seconds.per_sample(0.0) for _ in encoder.layers[1:]), read_s)
-        layers = (replace(x, forward_s=t) for x, t in zip(encoder.layers, times_s, strict=True))
-        return replace(encoder, layers=tuple(layers), offloaded=True)
+        stored, layers = encoder.stored_first, list(encoder.layers)
+        stays = {x.name for x, is_stored in zip(layers, stored, strict=True) if not is_stored}
+        read_s = encoder.disk_bytes_per_sample / DISK_BYTES_PER_S
+        for index in reversed([i for i, is_stored in enumerate(stored) if is_stored]):
+            layer, time_s = layers[index], Seconds.per_sample(read_s)
+            layers[index] = replace(layer, forward_s=time_s, offloaded=layer.name not in stays)
+            read_s = 0.0
+        return replace(encoder, layers=tuple(layers))
 
-    encoders = (e if e.cacheable is False else stored_first(e) for e in profile.encoders)
-    return replace(profile, encoders=tuple(encoders))
+    return replace(profile, encoders=tuple(map(stored_first, profile.encoders)))
 
 
 def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:

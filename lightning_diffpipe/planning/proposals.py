@@ -129,8 +129,9 @@ def _placed_shapes(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -
             if chains[1:] and (num_stages != len(chains) * num_ranks or num_ranks > min(chains)):
                 continue  # Chains in opposite directions have a stage on every rank.
             for num_microbatches in microbatch_counts(model, options, num_pipelines):
-                placed = num_stages, num_ranks, num_microbatches
-                if num_microbatches <= samples and spec.can_place(*placed):
+                if num_microbatches <= samples and spec.can_place(
+                    num_stages, num_ranks, num_microbatches
+                ):
                     sizes = split_evenly(samples, num_microbatches)
                     yield Shape(num_pipelines, num_ranks, num_stages, sizes, spec.name)
 

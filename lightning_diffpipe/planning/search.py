@@ -277,12 +277,13 @@ def _as_searched(profile: ModelProfile, options: PlanOptions) -> tuple[ModelProf
         )
     profile = joined(profile, apart=opposite)
     if options.encode_first:
-        profile = encoded_first(profile)
-        if not any(encoder.offloaded for encoder in profile.encoders):
+        if not any(any(encoder.stored_first) for encoder in profile.encoders):
+            names = ", ".join(encoder.name for encoder in profile.encoders) or "it has none"
             raise ConfigurationError(
-                f"encode_first=true stores what encoders give, but profile {profile.name!r} has none whose results "
-                "follow from the sample alone; leave it out"
+                f"encode_first=true stores what encoders give, but in profile {profile.name!r} results of none of "
+                f"its encoders ({names}) follow from the sample alone; leave it out"
             )
+        profile = encoded_first(profile)
     passes, spec = profile.backbones[0].passes, SCHEDULES.get(options.schedule)
     if spec is not None and not spec.flushes:
         if passes:

@@ -51,12 +51,14 @@ MIN_FLOPS_PER_BYTE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Names of layers of a folded graph, by what was seen of them.
+    """What was seen of the layers of a folded graph.
 
-    Arguments of `steady` ones do not follow noise or timesteps; `mixing` ones differ for single samples.
+    Attributes:
+        steady: Indices of those whose arguments do not follow noise or timesteps; None if unknown.
+        mixing: Names of those that give something else for single samples.
     """
 
-    steady: frozenset[str]
+    steady: frozenset[int] | None
     mixing: frozenset[str]
 
 
@@ -70,6 +72,26 @@ class Encoding(NamedTuple):
     cacheable: bool | None
     stored_bytes_per_sample: int
     splittable: bool | None
+    follow_sample: tuple[bool, ...] | None
+
+    def of(self, encoder: EncoderProfile) -> EncoderProfile:
+        """Returns the profile of an encoder that has these results."""
+        known = self._asdict()
+        del known["follow_sample"]
+        return self.filled_in(replace(encoder, **known))
+
+    def filled_in(self, encoder: EncoderProfile) -> EncoderProfile:
+        """Returns a profile of the encoder with how it can be split and stored first, if it does not know."""
+        layers, follow = encoder.layers, self.follow_sample
+        if follow is not None and len(follow) == len(layers):
+            layers = tuple(
+                x if x.follows_sample is not None else replace(x, follows_sample=value)
+                for x, value in zip(layers, follow, strict=True)
+            )
+        known = encoder.splittable
+        return replace(
+            encoder, layers=layers, splittable=self.splittable if known is None else known
+        )
 
 
 def encoder_name(layer: Layer) -> str:
@@ -104,7 +126,20 @@ def encodings(
     for stage in cut(folded, positions).stages:
         for key in stage.frozen_received:
             readers.setdefault(key, []).append(stage.index)
-    return {name: _encoding(folded, layers, readers, seen) for name, layers in encoders.items()}
+    found = {name: _encoding(folded, layers, readers, seen) for name, layers in encoders.items()}
+    if seen is None or seen.steady is None:
+        return found
+    follow = {
+        fine
+        for index in seen.steady
+        if not why_not_remembered(folded.layers[index], folded, 0.0)
+        for fine in range(*folded.layers[index].fine)
+    }
+    by_encoder: dict[str, tuple[bool, ...]] = {}
+    for index in graph.frozen:
+        name = encoder_name(graph.layers[index])
+        by_encoder[name] = (*by_encoder.get(name, ()), index in follow)
+    return {name: e._replace(follow_sample=by_encoder[name]) for name, e in found.items()}
 
 
 def found_by_running(module: nn.Module, step: Step, batch: Any, stores: bool = True) -> Look:
@@ -114,9 +149,8 @@ def found_by_running(module: nn.Module, step: Step, batch: Any, stores: bool = T
         call = StepCall(step, module, batch, written=folded.batch_writes)
         with Interception(module, folded.layer_names).installed() as interception:
             view = FrozenView(module, folded, cut(folded, ()).frozen, interception)
-            steady = repeatable(view, call, seed=0) if stores else ()
-            names = frozenset(folded.layers[index].name for index in steady)
-            return Seen(names, view.mixing(call, seed=0))
+            steady = repeatable(view, call, seed=0) if stores else None
+            return Seen(steady, view.mixing(call, seed=0))
 
     return look
 
@@ -135,7 +169,8 @@ def _encoding(
                 where = tuple(readers[key])
                 read_by[where] = read_by.get(where, 0) + folded.spec(key).nbytes
     storable = [x for x in layers if not why_not_remembered(x, folded, MIN_FLOPS_PER_BYTE)]
-    stored = [x for x in storable if seen is None or x.name in seen.steady]
+    steady = None if seen is None else seen.steady
+    stored = [x for x in storable if steady is None or x.index in steady]
     flops = sum(layer.cost_flops for layer in layers)
     cacheable = 2 * sum(layer.cost_flops for layer in stored) > flops
     splittable: bool | None = False
@@ -143,9 +178,10 @@ def _encoding(
         splittable = None if seen is None else seen.mixing.isdisjoint(x.name for x in layers)
     return Encoding(
         tuple(FrozenResult(size // samples, where) for where, size in sorted(read_by.items())),
-        cacheable if seen is not None or not cacheable else None,
+        cacheable if steady is not None or not cacheable else None,
         sum(map(folded.output_bytes, stored)) // samples,
         splittable,
+        None,
     )
 
 
@@ -217,7 +253,7 @@ def assemble(
     long = tuple(Skip(size // samples, made, readers) for size, made, readers in skips(graph))
     backbone = BackboneProfile("backbone", tuple(layers), repeated_s, split_s, long, passes(graph))
     encoders = tuple(
-        replace(encoder, **known[encoder.name]._asdict()) if encoder.name in known else encoder
+        known[encoder.name].of(encoder) if encoder.name in known else encoder
         for encoder in _encoders(graph, sizes, costs)
     )
     return ModelProfile(name, (backbone,), encoders)

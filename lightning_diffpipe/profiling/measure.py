@@ -432,16 +432,15 @@ def graph_of_device(subject: Subject) -> LayerGraph:
         return reprobe(module, subject.step, tree_to(subject.probed, device), subject.graph)
 
 
-def splittable_encoders(subject: Subject) -> dict[str, bool | None]:
-    """Returns by name whether encoders give the same when they run on some samples only; None if unknown.
+def encodings_by_running(subject: Subject, stores: bool) -> dict[str, Encoding]:
+    """Returns by name what encoders give, which run where the module is, on the samples that were probed.
 
-    They run where the module is, on the samples that were probed: together, and one by one.
+    Together, one by one and, if `stores`, with other random numbers.
     """
     module, step, small = subject.module, subject.step, subject.probed
     with undisturbed(module):
-        look = found_by_running(module, step, small, stores=False)
-        known = encodings(module, step, small, subject.graph, look)
-    return {name: encoding.splittable for name, encoding in known.items()}
+        look = found_by_running(module, step, small, stores)
+        return encodings(module, step, small, subject.graph, look)
 
 
 def repeated_seconds(graph: LayerGraph, rounds: Rounds) -> Seconds:

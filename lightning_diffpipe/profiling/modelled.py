@@ -318,8 +318,8 @@ def modelled(
     """
 
     def seen_on_paper(graph: LayerGraph) -> Seen:
-        names = (graph.layers[index].name for index in graph.frozen)
-        return Seen(frozenset(n for n in names if not n.startswith(denoiser)), frozenset())
+        of_samples = (i for i in graph.frozen if not graph.layers[i].name.startswith(denoiser))
+        return Seen(frozenset(of_samples), frozenset())
 
     probed = batch(_NUM_PROBED_SAMPLES)
 

@@ -20,6 +20,9 @@ from lightning_diffpipe.sampling.digests import digest_of_tensor
 from lightning_diffpipe.sampling.skeleton import ChangedWeights, Weights
 
 MERGE = "save the trained module with save_pretrained(folder), which merges adapters"
+SECOND = "transformer_2"
+"""The second denoiser of pipelines that have one for noisier times and one for the others (Wan 2.2)."""
+
 _ADAPTER = "file"
 
 
@@ -33,6 +36,27 @@ def refuse_adapted(names: Collection[str], origin: str) -> None:
         )
 
 
+def lora_files(path: Path, parts: Mapping[str, Any]) -> dict[Path, dict[str, Any]]:
+    """Returns the files that hold adapters of parts, by names, each with its own parts; of no parts none.
+
+    diffusers loads a file into one of two denoisers, the second by an argument of its own (Wan's
+    `load_into_transformer_2`), and by the name of the first.
+
+    Args:
+        path: The file, or its folder; the second denoiser has a folder in that, if it is not the only one.
+        parts: Parts of a pipeline, by their names there.
+    """
+    first = {name: part for name, part in parts.items() if name != SECOND}
+    second = {name: part for name, part in parts.items() if name == SECOND}
+    files = {path: first, path if path.is_file() and not first else path / SECOND: second}
+    return {file: own for file, own in files.items() if own}
+
+
+def name_in_file(part: str) -> str:
+    """Returns the name that a LoRA file has for a part of a pipeline."""
+    return "transformer" if part == SECOND else part
+
+
 class StoredLora:
     """One file, read whole; such files are small.
 
@@ -41,6 +65,7 @@ class StoredLora:
         scale: Of its outputs.
         cls: The pipeline's class, which knows how such files are named.
         unet: Config of the U-Net, if there is one, by which blocks of some files are numbered.
+        is_second: It is for the second denoiser, under the name of the first.
 
     Raises:
         ConfigurationError: The pipeline takes no such files, the scale is no number, or peft is missing.
@@ -48,8 +73,14 @@ class StoredLora:
     """
 
     def __init__(
-        self, path: str | Path, scale: float, cls: Any, unet: Mapping[str, Any] | None = None
+        self,
+        path: str | Path,
+        scale: float,
+        cls: Any,
+        unet: Mapping[str, Any] | None = None,
+        is_second: bool = False,
     ) -> None:
+        self._is_second = is_second
         self.path, self._scale = str(path), scale
         require_number(f"loras[{self.path!r}]", scale)
         if not hasattr(cls, "lora_state_dict"):
@@ -82,12 +113,14 @@ class StoredLora:
 
     def parts(self) -> set[str]:
         """Returns the parts of a pipeline that it has adapters of."""
-        return {name.partition(".")[0] for name in self._weights}
+        names = {name.partition(".")[0] for name in self._weights}
+        return {SECOND if self._is_second and n == name_in_file(SECOND) else n for n in names}
 
     def digest(self, part: str) -> str:
         """Returns what ranks compare of its adapters of a part."""
-        own = {n: digest_of_tensor(v) for n, v in self._weights.items() if n.startswith(f"{part}.")}
-        return f"{self._scale} {sorted(own.items())}"
+        prefix, is_there = f"{name_in_file(part)}.", part in self.parts()
+        own = [(n, digest_of_tensor(v)) for n, v in self._weights.items() if n.startswith(prefix)]
+        return f"{self._scale} {sorted(own) if is_there else []}"
 
     def layers(self, name: str, part: nn.Module) -> dict[str, Any]:
         """Returns peft's layers of a part, by their names there, which is left as it was.
@@ -114,7 +147,7 @@ class StoredLora:
 
     def _put_into(self, name: str, part: nn.Module, adapter: str) -> dict[str, Any]:
         """Adds peft's layers to a part, and returns them by name if they are all that the file has of it."""
-        own = [key for key in self._weights if key.startswith(f"{name}.")]
+        own = [key for key in self._weights if key.startswith(f"{name_in_file(name)}.")]
         try:
             self._load(name, part, adapter)
         except Exception as error:  # whatever does not fit
@@ -157,7 +190,7 @@ class StoredLora:
         if not isinstance(part, PeftAdapterMixin):  # such as PixArt's, which lack nothing else
             part.__class__ = type(cls.__name__, (PeftAdapterMixin, cls), {})
         try:
-            part.load_lora_adapter(weights, prefix=name, **settings)
+            part.load_lora_adapter(weights, prefix=name_in_file(name), **settings)
         finally:
             part.__class__ = cls
 
@@ -192,7 +225,7 @@ def read_loras(
     parts: Collection[str],
     unet: Mapping[str, Any] | None = None,
 ) -> list[StoredLora]:
-    """Reads all files.
+    """Reads all files; a folder may have another one in it, of the second denoiser (see `lora_files`).
 
     Raises:
         ConfigurationError: They are no mapping; see `StoredLora`, too.
@@ -200,7 +233,14 @@ def read_loras(
     """
     if not isinstance(loras, Mapping):
         raise ConfigurationError(f"loras must be a mapping of files to their scales; got {loras!r}")
-    read = [StoredLora(path, scale, cls, unet) for path, scale in loras.items()]
+    read = list[StoredLora]()
+    for path, scale in loras.items():
+        second = Path(path) / SECOND
+        has_second = SECOND in parts and second.is_dir()
+        if not has_second or any(Path(path).glob("*.safetensors")):
+            read.append(StoredLora(path, scale, cls, unet))
+        if has_second:
+            read.append(StoredLora(second, scale, cls, unet, is_second=True))
     for lora in read:
         if others := sorted(lora.parts() - set(parts)):
             raise CheckpointError(

@@ -41,7 +41,7 @@ from lightning_diffpipe.planning.profile import FormsSeen, ModelProfile, joined,
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.layer_costs import estimate_profile
-from lightning_diffpipe.profiling.measure import Subject, measure_profile, splittable_encoders
+from lightning_diffpipe.profiling.measure import Subject, encodings_by_running, measure_profile
 from lightning_diffpipe.profiling.step_run import Rounds, middle, pooled, summed_up
 from lightning_diffpipe.runtime.batch_layout import num_samples
 from lightning_diffpipe.training.pipeline import Basis, Process
@@ -178,7 +178,7 @@ def plan_of_rank_0(
                 profile = _with_forms(profile, forms)
         if process.rank == 0:
             with watcher.inside("planning"):
-                profile = profile and _knowing_what_splits(subject, profile)
+                profile = profile and _knowing_encoders(subject, profile, options.encode_first)
                 _require_chains(chains, options)
                 answer = _make_plan(subject, profile, options, cluster, process).to_json()
     except LostRankError:
@@ -366,20 +366,20 @@ def _given_profile(source: Any) -> ModelProfile | None:
     return ModelProfile.from_json(path.read_text(errors="replace"), str(path))
 
 
-def _knowing_what_splits(subject: Subject, profile: ModelProfile) -> ModelProfile:
-    """Returns the profile, with the encoders looked at here if it does not tell whether they can be split.
+def _knowing_encoders(subject: Subject, profile: ModelProfile, encode_first: bool) -> ModelProfile:
+    """Returns the profile, with the encoders looked at here if it does not tell how they can be split and stored.
 
-    It does not where it was estimated, or layers were timed one by one. On one rank nobody asks.
+    It does not where it was estimated, or layers were timed one by one. On one rank nobody asks how to split them.
     """
-    if subject.looks_at_results and any(e.splittable is None for e in profile.encoders):
-        known = splittable_encoders(subject)
-        profile = replace(
-            profile,
-            encoders=tuple(
-                replace(e, splittable=known.get(e.name)) if e.splittable is None else e
-                for e in profile.encoders
-            ),
-        )
+    of_layers = profile.frozen_layers if encode_first else ()
+    unknown = [e.splittable for e in profile.encoders] + [x.follows_sample for x in of_layers]
+    if subject.looks_at_results and None in unknown:
+        known = encodings_by_running(subject, stores=encode_first)
+        encoders = [
+            known[each.name].filled_in(each) if each.name in known else each
+            for each in profile.encoders
+        ]
+        profile = replace(profile, encoders=tuple(encoders))
     if whole := profile.whole_encoders:
         _log.warning(
             "%s mixes samples or draws random numbers: frozen layers run on whole "

@@ -116,7 +116,7 @@ def prepare(
         subject = Subject(
             module, probed.widest, batch, graph, device=process.device, progress=report,
             splits_backward=options.schedule in SCHEDULES and SCHEDULES[options.schedule].splits_backward,
-            budget_s=_TIMING_S, looks_at_results=process.world_size > 1,
+            budget_s=_TIMING_S, looks_at_results=process.world_size > 1 or options.encode_first,
             microbatch_size=math.ceil(size / count) if isinstance(count, int) else None,
             least_samples=_least_samples(module, probed.widest, take_samples(batch, size, 1, own), size, graph),
         )  # fmt: skip

@@ -250,7 +250,8 @@ def _tries(
     parallel = {**any_shape, **alone, "schedule": DEFAULT_SCHEDULE}
     yield _Try("no pipeline: plain data parallelism", parallel, profile)
     # All but those of which the profile says that their results do not follow from the sample alone.
-    if stored := [e.name for e in profile.encoders if not (e.offloaded or e.cacheable is False)]:
+    stored = [e.name for e in profile.encoders if e.cacheable is not False]
+    if stored and not options.encode_first:
         reading, sample_bytes = _with_stored(profile, stored)
         read_s = options.global_batch_size / cluster.num_ranks * sample_bytes / disk_bytes_per_s
         disk = f"{size(sample_bytes)} a sample, with callbacks=cached"

@@ -22,6 +22,7 @@ from lightning_diffpipe.graph.placement import (
 )
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.profile import encoded_first
 from lightning_diffpipe.planning.search import find_plan
 from tests.distributed.scenarios import (
     Settings,
@@ -107,6 +108,47 @@ def test_one_rank_trains_as_one_process(tmp_path):
     assert not made
     assert cache.encoding == {n for n in outcome.weights if n.startswith(("encoder.", "text."))}
     assert cache.training == outcome.weights.keys() - cache.encoding
+
+
+class NoisyToo(TinyDiffusion):
+    """One encoder reads each sample as it is and with noise, as of images that are animated; another only noise."""
+
+    def __init__(self):
+        super().__init__()
+        self.late = nn.Linear(12, 12).requires_grad_(False)
+
+    def loss(self, batch):
+        noisy = batch["image"] + torch.rand_like(batch["image"])
+        with torch.no_grad():
+            moments = self.encoder(noisy)
+            further = self.late(moments.chunk(2, -1)[0])
+        return super().loss(batch) + (self.head(further) - 1).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", ["flops", row(None)])
+def test_plans_count_encoders_that_follow_noise_as_staying(tmp_path, profile):
+    """What plans count as gone in training is what is gone, and takes no time."""
+    cache = Looking(tmp_path, encode_first=True)
+    trainer = {**PLAIN.trainer, "callbacks": [cache]}
+    strategy = {"num_stages": 1, "num_microbatches": 2, "profile": profile}
+    noisy = replace(PLAIN, module_class=NoisyToo, strategy=strategy, trainer=trainer)
+    outcome, made = fit_cached(0, noisy, 1)
+    assert_equal_runs([outcome], reference(noisy, num_microbatches=2))
+    layers = encoded_first(outcome.basis.profile).frozen_layers
+    gone = {name for name in outcome.weights if name not in cache.training}
+    assert gone == {"text.weight"}
+    assert {layer.name for layer in layers if layer.offloaded} == {"text"}
+    sizes = {name: value.nbytes for name, value in outcome.weights.items()}
+    bytes_of = lambda is_gone: sum(x.parameter_bytes for x in layers if x.offloaded == is_gone)
+    assert bytes_of(True) == sizes["text.weight"]
+    assert bytes_of(False) == sum(
+        size for name, size in sizes.items() if name.startswith(("encoder.", "late."))
+    )
+    computed = [layer.name for layer in layers if layer.follows_sample is False]
+    assert set(computed) == {"encoder.first", "encoder.second", "late"}
+    assert len(computed) == 3, "the encoder is stored in one of its two calls"
+    assert not made.keys() - {"encoder"}
 
 
 @pytest.mark.slow
@@ -268,7 +310,12 @@ def fit_refused(rank, folder, data, module_class=TinyDiffusion, **options):
     [
         (Drawn(16), TinyDiffusion, {}, "encoder other samples: they differ from pass to pass"),
         (Stream(), TinyDiffusion, {}, "this is a stream"),
-        (Samples(16), Noisy, {}, "encoder depends on noise"),
+        (
+            Samples(16),
+            Noisy,
+            {},
+            "results of none of its encoders (frozen encoder) follow from the",
+        ),
         (Samples(16), TinyDiffusion, {"max_bytes": 2000}, "2000 bytes is used up"),
     ],
     ids=["augmented", "stream", "noisy", "full"],

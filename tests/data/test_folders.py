@@ -215,6 +215,35 @@ def test_shards_give_batches_like_all_others(shards):
     assert data_of(shards).held_back_captions(3) == []
 
 
+def test_shards_may_have_references(tmp_path):
+    """They have any shape, are cut and mirrored as their image is, and each sample has all of them."""
+    files, numbers = red_images(range(4)), np.random.default_rng(0)
+    for key in range(4):
+        for end, size in (("her.png", (8, 8)), ("hat.png", (12, 8))):
+            pixels = numbers.integers(0, 256, (*size, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(stored := io.BytesIO(), "PNG")
+            files[f"{key}.{end}"] = stored.getvalue()
+            if end == "her.png":
+                files[f"{key}.png"] = stored.getvalue()
+    write_shard(tmp_path / "0.tar", dict(sorted(files.items())))
+    shards = str(tmp_path / "0.tar")
+    several = {"references": ["her.png", "hat.png"], "batch_size": 4, "samples_per_epoch": 4}
+    data = data_of(shards, validation_shards=shards, flip=0.5, **several)
+    (batch,) = data.train_dataloader()
+    assert [(x.shape, x.dtype) for x in batch["references"]] == [((4, 8, 8, 3), np.uint8)] * 2
+    seen = torch.from_numpy(batch["references"][0]).permute(0, 3, 1, 2) / 127.5 - 1
+    torch.testing.assert_close(seen, batch["image"], rtol=0, atol=1e-6)
+    for number, hat in enumerate(data.held_back_conditions(4)[1]):
+        whole = np.asarray(Image.open(io.BytesIO(files[f"{number}.hat.png"])))
+        assert np.array_equal(hat, whole[2:10])
+    one = next(iter(data_of(shards, references="hat.png").train_dataloader()))
+    assert len(one["references"]) == 1
+    del files["3.hat.png"]
+    write_shard(tmp_path / "0.tar", dict(sorted(files.items())))
+    with pytest.raises(DataError, match=r"sample '3' of .* has no hat\.png"):
+        list(data.val_dataloader())
+
+
 def test_shards_may_have_second_images(tmp_path):
     files = red_images(range(4))
     files |= {name.replace(".png", ".cond.png"): f for name, f in files.items() if "png" in name}

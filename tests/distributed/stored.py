@@ -10,7 +10,7 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
 from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
-from lightning_diffpipe.modules.parts import load_for_training, read_index
+from lightning_diffpipe.modules.part_files import load_for_training, read_index
 from lightning_diffpipe.sampling.source import load_networks
 
 

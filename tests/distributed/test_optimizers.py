@@ -57,7 +57,7 @@ def settings_of(name, dtype, epochs=2, groups=(), **own):
     further = {"decay": "cosine", "weight_decay": 0.05} | config
     made = further.pop("optimizer", None)
     optimizer = made and hydra.utils.instantiate(made | own, _convert_="all")
-    if name == "prodigy":  # finds its step size within the ten steps of a test
+    if name in ("prodigy", "dadapt_adam"):  # finds its step size within the ten steps of a test
         further["optimizer"] = partial(optimizer, d0=1e-4)
     optimization = Optimization(
         **{"lr": 1e-2, "warmup_steps": 2, "optimizer": optimizer} | further, groups=dict(groups)
@@ -99,6 +99,7 @@ EXACT, OWN = (torch.float64, 1e-10), (torch.float32, 1e-4)
     [
         ("prodigy", *EXACT, {"use_bias_correction": False, "safeguard_warmup": False}),
         row("prodigy", *EXACT, {"safeguard_warmup": False, "growth_rate": 2.0}),
+        row("dadapt_adam", *EXACT, {}),
         row("adamw", *EXACT, {}),
         row("adafactor", *EXACT, {"scale_parameter": True}),
         row("sgd", *EXACT, {}),
@@ -128,7 +129,7 @@ def test_two_stages_train_as_one_process_and_go_on_as_if_never_stopped(
     saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=False)
     state = saved["optimizer_states"][0]
     assert len(state["state"]) == sum(len(group["params"]) for group in state["param_groups"])
-    if name == "prodigy":
+    if name in ("prodigy", "dadapt_adam"):
         last = torch.load(tmp_path / "epoch=1.ckpt", weights_only=False)["optimizer_states"][0]
         assert last["param_groups"][0]["d"] > 1.1e-4, "no step size was found"
     if name == "schedule_free":

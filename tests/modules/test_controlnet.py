@@ -265,7 +265,5 @@ def test_edges_lie_between_black_and_white():
 
 
 def test_an_unknown_condition_is_named():
-    with pytest.raises(
-        ConfigurationError, match=r"condition must be one of None, edges; got 'depth'"
-    ):
+    with pytest.raises(ConfigurationError, match=r"condition='depth'; choose None or edges"):
         GlyphDataModule(condition="depth")

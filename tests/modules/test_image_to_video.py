@@ -183,6 +183,49 @@ def test_noise_is_added_to_the_image_as_in_the_training_of_cogvideox():
     assert abs(by_hand_cogvideox(module, batch["video"]) / loss - 1) > 1e-5
 
 
+def test_a_pipeline_that_mixes_the_image_into_its_noise_is_refused(tmp_path):
+    parts = build("HunyuanVideoPipeline", tmp_path).components
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )  # fmt: skip
+    told = parts["text_encoder"].config
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=told, image_token_index=1, pad_token_id=0
+    )
+    parts["text_encoder"] = transformers.LlavaForConditionalGeneration(config).eval()
+    sizes = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
+    parts["image_processor"] = transformers.CLIPImageProcessor(**sizes)
+    spaces = {"image_emb_len": 4, "image_emb_start": 1, "image_emb_end": 5}
+    call = {
+        "max_sequence_length": 8,
+        "prompt_template": {"template": "\x01{}", "crop_start": 0, **spaces},
+        "image_embed_interleave": 2,
+    }
+    for kind, channels in (("latent_concat", 9), ("token_replace", 4)):
+        changes = {"image_condition_type": kind, "in_channels": channels}
+        config = {n: v for n, v in parts["transformer"].config.items() if not n.startswith("_")}
+        parts["transformer"] = type(parts["transformer"])(**{**config, **changes})
+        pipeline = diffusers.HunyuanVideoImageToVideoPipeline(**parts)
+        module = PipelineDiffusion(pipeline, call=call)
+        with pytest.raises(ConfigurationError, match=r"HunyuanVideoImage.* mixes the image"):
+            module.setup("fit")
+
+
+def test_parts_of_a_pipeline_of_conditions_train_as_one_that_animates(tmp_path):
+    parts = pipeline_of("ltx", tmp_path / "parts").components
+    diffusers.LTXConditionPipeline(**parts).save_pretrained(tmp_path / "ltx")
+    with pytest.raises(ConfigurationError, match=r"draws from image.*pipeline_class="):
+        PipelineDiffusion.from_pretrained(tmp_path / "ltx")
+    named = {"pipeline_class": "LTXImageToVideoPipeline", "call": {"max_sequence_length": 8}}
+    module = PipelineDiffusion.from_pretrained(tmp_path / "ltx", caption_dropout=0.0, **named)
+    module.log = lambda *arguments, **settings: None
+    module.eval().setup("fit")
+    loss = loss_of(module, clips())
+    torch.manual_seed(0)
+    expected = by_hand_ltx(module, clips()["video"])
+    torch.testing.assert_close(loss, expected, rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize("kind", ["ltx", row("cogvideox")])
 def test_validations_draw_the_same_of_an_image(kind):
     """History: posteriors of images, and noise on them, were drawn from the global generator."""

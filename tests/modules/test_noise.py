@@ -1,4 +1,5 @@
 import math
+import random
 
 import diffusers
 import pytest
@@ -231,6 +232,49 @@ def test_an_offset_is_the_same_all_over_a_channel(schedule):
     torch.testing.assert_close(offset.target - plain.target, expected.expand_as(clean))
 
 
+@pytest.mark.parametrize("loss", ["huber", "smooth_l1"])
+def test_huber_by_signal_to_noise_is_that_of_kohyas_scripts(loss):
+    scheduler = diffusers.DDPMScheduler()
+    schedule = noise_schedule_of(scheduler, Noise(loss=loss, huber_schedule="snr", huber_c=0.1))
+    corrupted = schedule.corrupt(normal(8, 4, 3, 5))
+    prediction = normal(8, 4, 3, 5).flip(0)
+    alpha = scheduler.alphas_cumprod[corrupted.timesteps]
+    c = ((1 - 0.1) / (1 + ((1 - alpha) / alpha) ** 0.5) ** 2 + 0.1).view(-1, 1, 1, 1)
+    expected = LOSSES[loss](prediction - corrupted.target, c).mean()
+    torch.testing.assert_close(schedule.losses(corrupted, prediction)["loss"], expected)
+
+
+def test_pyramid_noise_is_that_of_kohyas_scripts():
+    """But that the deviation is that of each sample, so that none depends on the others of its batch."""
+    torch.manual_seed(0)
+    random.seed(0)
+    found = Noise(pyramid_levels=4, pyramid_discount=0.4).draw(normal(3, 4, 24, 16), None)
+    torch.manual_seed(0)
+    random.seed(0)
+    expected = torch.randn(3, 4, 24, 16)
+    for i in range(4):
+        r = random.random() * 2 + 2
+        high, wide = max(1, int(24 / r**i)), max(1, int(16 / r**i))
+        enlarge = torch.nn.Upsample(size=(24, 16), mode="bilinear")
+        expected += enlarge(torch.randn(3, 4, high, wide)) * 0.4**i
+        if 1 in (high, wide):
+            break
+    expected = torch.stack([sample / sample.std() for sample in expected])
+    torch.testing.assert_close(found, expected)
+    assert i > 1
+
+
+def test_pyramid_noise_of_videos_and_of_validation():
+    noise = Noise(pyramid_levels=6, pyramid_discount=0.8)
+    drawn = [noise.draw(normal(2, 4, 3, 8, 8), torch.Generator().manual_seed(1)) for _ in range(2)]
+    assert torch.equal(*drawn)
+    torch.testing.assert_close(drawn[0].flatten(1).std(1), torch.ones(2))
+    near = (drawn[0][..., 1:] * drawn[0][..., :-1]).mean()
+    assert near > 0.1, "neighbours are alike"
+    with pytest.raises(ConfigurationError, match="pyramid_levels=6 is for latents with rows"):
+        noise.draw(normal(2, 4, 8), None)
+
+
 def _state_after(schedule, clean):
     generator = torch.Generator().manual_seed(1)
     schedule(noise=Noise()).corrupt(clean, generator)
@@ -244,7 +288,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["constant", "exponential"])
+@pytest.mark.parametrize("schedule", ["constant", "exponential", "snr"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("shape", [(6, 4, 3, 5), (6, 4, 2, 3, 5)])
@@ -263,7 +307,8 @@ def test_losses_equal_a_loop_over_samples(loss, shape, masked, weighted, schedul
     batch |= {"weight": weight} if weighted else {}
     losses = []
     for i in range(6):
-        c = 0.2 ** (1 if schedule == "constant" else corrupted.timesteps[i].item() / 1000)
+        t = corrupted.timesteps[i].item() / 1000
+        c = {"constant": 0.2, "exponential": 0.2**t, "snr": 0.8 * (1 - t) ** 2 + 0.2}[schedule]
         errors = LOSSES[loss](prediction[i] - corrupted.target[i], c)
         if masked:  # each latent stands for 8 x 8 pixels
             shown = mask[i].reshape(3, 8, 5, 8).mean((1, 3))
@@ -321,11 +366,13 @@ def test_bad_noise_is_named():
     with pytest.raises(ConfigurationError, match="logit_std"):
         Noise(logit_std=-1.0)
     for settings, said in (
-        ({"loss": "l2"}, "loss must be one of mse, huber, smooth_l1; got 'l2'"),
+        ({"loss": "l2"}, "loss='l2'; choose mse, huber or smooth_l1"),
         ({"shift": "large"}, "shift must be"),
         ({"shift": 0}, "shift must be"),
         ({"mode_scale": 3.0}, "mode_scale must be"),
-        ({"huber_schedule": "snr"}, "huber_schedule must be one of constant, exponential"),
+        ({"huber_schedule": "linear"}, "huber_schedule='linear'; choose constant, exponential"),
+        ({"pyramid_levels": -1}, "pyramid_levels must be"),
+        ({"pyramid_discount": 2.0}, "pyramid_discount must be"),
         ({"min_snr_gamma": 5.0, "debiased": True}, "exclude each other; take one"),
     ):
         with pytest.raises(ConfigurationError, match=said):

@@ -1,5 +1,6 @@
 """Optimizers beside those of libraries, and what settings make of a module's parameters."""
 
+import math
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.modules import Muon, Optimization, Prodigy
+from lightning_diffpipe.modules import DAdaptAdam, Muon, Optimization, Prodigy
 
 CONF = Path(__file__).parents[2] / "conf" / "optimizer"
 
@@ -52,9 +53,57 @@ def test_prodigy_is_that_of_its_authors(settings):
     torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-9, atol=1e-10)
 
 
-def test_prodigy_finds_a_step_size_that_learns():
-    _, optimizer = trained(Prodigy, 200)
-    assert 1e-3 < optimizer.param_groups[0]["d"] < 1
+DADAPT = [
+    {},
+    {"weight_decay": 0.1, "betas": (0.9, 0.99)},
+    {"use_bias_correction": True, "growth_rate": 1.3},
+]
+
+
+@pytest.mark.skipif(not find_spec("dadaptation"), reason="needs dadaptation")
+@pytest.mark.parametrize("settings", DADAPT)
+def test_d_adaptation_is_that_of_its_authors(settings):
+    import dadaptation
+
+    ours, optimizer = trained(lambda p: DAdaptAdam(p, **settings), 60)
+    theirs, other = trained(lambda p: dadaptation.DAdaptAdam(p, decouple=True, **settings), 60)
+    assert optimizer.param_groups[0]["d"] == pytest.approx(other.param_groups[0]["d"], rel=1e-9)
+    torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("settings", DADAPT)
+def test_d_adaptation_is_that_of_one_vector(settings):
+    """Over one vector of all weights, of a quadratic function."""
+    decay, growth = settings.get("weight_decay", 0.0), settings.get("growth_rate", math.inf)
+    beta1, beta2 = settings.get("betas", (0.9, 0.999))
+    matrix = torch.randn(12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gradient_at = lambda x: matrix.T @ (matrix @ x - 1)
+    x, d, r, m, v, s = torch.ones(12, dtype=torch.float64), 1e-6, 0.0, *[0 * matrix[0]] * 3
+    parts = [nn.Parameter(x[:5].clone()), nn.Parameter(x[5:].clone())]
+    optimizer = DAdaptAdam([{"params": parts[:1]}, {"params": parts[1:]}], **settings)
+    for k in range(60):
+        g, rate = gradient_at(x), d
+        if settings.get("use_bias_correction"):
+            rate *= math.sqrt(1 - beta2 ** (k + 1)) / (1 - beta1 ** (k + 1))
+        beta3 = math.sqrt(beta2)
+        r = beta3 * r + (1 - beta3) * rate * (g @ (s / (v.sqrt() + 1e-8))).item()
+        m = beta1 * m + (1 - beta1) * rate * g
+        v = beta2 * v + (1 - beta2) * g * g
+        s = beta3 * s + (1 - beta3) * rate * g
+        d = max(d, min(r / ((1 - beta3) * s.abs().sum().item()), d * growth))
+        x = x - decay * rate * x - m / (v.sqrt() + 1e-8)
+        whole = gradient_at(torch.cat([p.detach() for p in parts]))
+        parts[0].grad, parts[1].grad = whole[:5], whole[5:]
+        optimizer.step()
+        torch.testing.assert_close(torch.cat(list(parts)), x, rtol=1e-9, atol=1e-12)
+    assert optimizer.param_groups[1]["d"] == pytest.approx(d, rel=1e-9)
+    assert d > 3e-6
+
+
+@pytest.mark.parametrize("optimizer", [Prodigy, DAdaptAdam])
+def test_a_step_size_is_found_that_learns(optimizer):
+    _, found = trained(optimizer, 200)
+    assert 1e-3 < found.param_groups[0]["d"] < 1
 
 
 def groups_of(model):
@@ -96,6 +145,7 @@ def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest():
         ("adamw", 2.0),
         ("adafactor", 0.0),
         ("prodigy", 4.0),
+        ("dadapt_adam", 3.0),
         ("muon", 1.0),
         ("sgd", 1.0),
         ("lion", 1.0),
@@ -142,7 +192,7 @@ def test_groups_are_found_in_names_the_first_one_counting():
         ({"optimizer": partial(torch.optim.SGD, betas=3)}, "optimizer: .*unexpected keyword argument 'betas'"),
         ({"optimizer": Prodigy, "lr": 1e-4}, r"one learning rate.*got lr=0\.0001: take lr=1"),
         ({"optimizer": Prodigy, "lr": 1.0, "groups": {"a": {"lr": 0.5}}}, r"got lr=0\.5 beside 1\.0"),
-        ({"decay": "exponential"}, "decay must be one of constant.*polynomial"),
+        ({"decay": "exponential"}, "decay='exponential'; choose constant.*polynomial"),
         ({"num_cycles": 0}, "num_cycles must be"),
     ],
 )  # fmt: skip

@@ -15,10 +15,11 @@ from lightning_diffpipe import LatentDiffusion, Predictor
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.modules import Lora, Noise, PipelineDiffusion
-from tests.graph.emulate import check_stages, emulate, reference
+from tests.graph.emulate import check_stages, emulate, reference, relative_error
 from tests.graph.steps import step as plain_step
 from tests.modules.tiny_parts import fit, tiny_unet
 from tests.predictor import tiny_pipelines as tiny
+from tests.rows import row
 from tests.zoo.pipelines import PIPELINES, build
 
 NAMES = list(tiny.PIPELINES)
@@ -436,7 +437,7 @@ def test_experts_learn_at_their_own_times(expert, tmp_path):
 def test_experts_that_a_pipeline_has_not_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"WanPipeline has one, transformer; leave it out"):
         module_of("wan", tmp_path, expert="low")
-    with pytest.raises(ConfigurationError, match="one of high, low, both; got 'first'"):
+    with pytest.raises(ConfigurationError, match="expert='first'; choose high, low or both"):
         module_of("wan_experts", tmp_path, expert="first")
     module = module_of("wan_experts", tmp_path, noise=Noise(logit_mean=-9.0))
     with pytest.raises(ConfigurationError, match=r"of all times .* are from 875 to .*expert"):
@@ -504,6 +505,23 @@ def test_stages_add_up_to_one_process(name, tmp_path):
     frozen = {graph.layers[i].name.partition(".")[0] for i in graph.frozen}
     assert "vae" in frozen
     assert any(part.startswith("text_encoder") for part in frozen) or name == "dit"
+
+
+@pytest.mark.parametrize("name", ["flux", row("sd3")])
+def test_stages_draw_the_same_coarser_noise(name, tmp_path):
+    """How coarse it is is drawn by Python; errors count by the time."""
+    noise = Noise(pyramid_levels=3, loss="huber", huber_schedule="snr")
+    module, batch = module_of(name, tmp_path, noise=noise).double(), batch_of(name, torch.float64)
+    module.setup("fit")
+    module.log = lambda *arguments, **options: None
+    graph, losses = probe(module, plain_step, batch), set()
+    for seed in range(3):
+        loss, expected = reference(module, plain_step, batch, seed, graph)
+        got, gradients = emulate(module, graph, [len(graph.path) // 2], plain_step, batch, seed)
+        assert got == loss
+        assert relative_error(expected, gradients)[0] < 1e-10
+        losses.add(loss.item())
+    assert len(losses) == 3
 
 
 @pytest.mark.parametrize("name", ["StableDiffusionPipeline", "PixArtSigmaPipeline", "DDPMPipeline"])

@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.predictor import Predictor
+from lightning_diffpipe.sampling.tracing.attention import repeated_blocks
 from tests.modules.tiny_parts import perturbed_latent_diffusion
 from tests.predictor.scenarios import final_latents
 from tests.predictor.tiny_pipelines import options_of, prompts_of
@@ -48,6 +49,8 @@ PATCHES = {"method": "pipefusion", "num_patches": 4}
         row("flux", [{"method": "sequence", "mode": "ring"}]),
         row("wan", [PATCHES | {"warmup_steps": 2}, {"method": "single", "guidance": 2}]),
         row("stable_diffusion", [{"method": "single", "guidance": 2}]),
+        row("sd3", [PATCHES, {"method": "sequence"}]),
+        row("pixart", [PATCHES]),
     ],
 )
 def test_ranks_draw_with_compiled_blocks_what_they_draw_without(name, several, folder_of):
@@ -101,13 +104,39 @@ def test_kernels_of_inductor_draw_the_same_to_rounding(method, folder_of):
     ("name", "options", "reason"),
     [
         ("stable_diffusion", {"method": "distrifusion"}, "inside blocks, where compilers leave"),
-        ("pixart", {"method": "pipefusion"}, "which blocks a PixArtTransformer2DModel repeats"),
         ("flux", {"method": "single", "compile": "all"}, "compile='all'; choose None or blocks"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(name, options, reason, folder_of):
     with pytest.raises(ConfigurationError, match=reason):
         Predictor.from_pretrained(folder_of(name), **COMPILED | options)
+
+
+class Repeating(torch.nn.Module):
+    """A list of blocks of one class, in which there is another; and lists of others, and of single layers."""
+
+    def __init__(self):
+        super().__init__()
+        block, layer = (lambda: Repeating.Block()), (lambda: torch.nn.Linear(2, 2))
+        self.mixed = torch.nn.ModuleList([torch.nn.Sequential(layer()), block()])
+        self.layers = torch.nn.ModuleList([layer(), layer()])
+        self.inside = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block(), block()])})
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            parts = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
+            self.parts = torch.nn.ModuleList(parts)
+
+
+def test_blocks_are_the_entries_of_the_outermost_lists_of_one_class():
+    model = Repeating()
+    in_mixed = [*model.mixed[1].parts]
+    assert repeated_blocks(model) == [*in_mixed, *model.inside["blocks"]]
+    model._repeated_blocks = ["Linear"]
+    assert {type(block) for block in repeated_blocks(model)} == {torch.nn.Linear}
+    with pytest.raises(ConfigurationError, match="a Linear has no list of blocks of one class"):
+        repeated_blocks(torch.nn.Linear(2, 2))
 
 
 def test_a_module_in_memory_is_not_changed():

@@ -26,15 +26,16 @@ from tests.modules.tiny_parts import save_checkpoint, tiny_latent_diffusion
 from tests.predictor import tiny_pipelines as tiny
 from tests.predictor.scenarios import failure_of_each_rank
 from tests.ranks import run_ranks
+from tests.rows import row
 
 CPU = torch.device("cpu")
 SCALES = {"first": 0.8, "second": -0.5}
 
 
-def save_lora(name, folder, seed, **options):
+def save_lora(name, folder, seed, of_text=True, **options):
     """Adapters that change images much, as training writes them."""
     module = PipelineDiffusion(
-        tiny.build(name, folder / "parts"), lora=Lora(**options), train_text_encoder=True
+        tiny.build(name, folder / "parts"), lora=Lora(**options), train_text_encoder=of_text
     )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -81,6 +82,33 @@ def test_several_loras_are_scaled_and_added_as_in_diffusers(saved):
         got = predictor(["a cat 1"], **options)[0]
     assert abs(pixels(got) - pixels(draw())).max() <= 1
     assert abs(pixels(got) - pixels(without)).max() > 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", ["both", row("low")])
+def test_files_of_both_experts_are_added(experts, tmp_path):
+    """History: the file of the second one was left out, without a word."""
+    tiny.build("wan_experts", tmp_path / "parts").save_pretrained(tmp_path / "model")
+    save_lora("wan_experts", tmp_path / "lora", 1, False, rank=2, targets=["to_q", "to_out.0"])
+    if experts == "low":
+        (tmp_path / "lora" / LORA_FILE).unlink()
+    options = {"num_inference_steps": 4, **tiny.options_of("wan_experts"), "output_type": "pt"}
+    plain = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "model")
+    plain.set_progress_bar_config(disable=True)
+    draw = lambda: plain(["a cat 1"], generator=torch.Generator().manual_seed(0), **options).frames
+    if experts == "both":
+        plain.load_lora_weights(tmp_path / "lora", adapter_name="first")
+        plain.set_adapters("first", 0.8)
+    with_first = draw()
+    second = {"adapter_name": "second", "load_into_transformer_2": True}
+    plain.load_lora_weights(tmp_path / "lora" / "transformer_2", **second)
+    plain.transformer_2.set_adapters("second", 0.8)
+    loras = {tmp_path / "lora": 0.8}
+    with Predictor.from_pretrained(tmp_path / "model", "single", loras=loras, alone=True) as ours:
+        drawn = torch.stack(list(ours(["a cat 1"], **options)))
+    wanted = torch.as_tensor(draw())
+    torch.testing.assert_close(drawn, wanted, rtol=0, atol=1e-4)
+    assert (wanted - torch.as_tensor(with_first)).abs().max() > 0.01
 
 
 @pytest.mark.slow

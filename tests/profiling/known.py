@@ -21,6 +21,8 @@ DENOISERS = {
     "flux2": 32_223_281_152,
     "flux2_klein": 3_875_544_576,
     "wan22": 14_288_491_584,
+    "wan22_i2v": 14_288_901_184,
+    "flux_kontext": 11_901_408_320,
     "wan22_5b": 4_999_787_712,
 }
 """Parameters of denoisers, as published."""

@@ -28,7 +28,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -310,19 +310,37 @@ class CompiledBlock:
             return self._compiled(*args, **kwargs)
 
 
-def compile_blocks(model: nn.Module, backend: str | Callable[..., Any]) -> None:
-    """Compiles the blocks that a denoiser repeats, at their first calls.
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Returns the blocks that a denoiser repeats: those that diffusers names, or else entries of lists.
+
+    Lists count (`nn.ModuleList`) that have several modules of one class and no others, each with modules inside.
 
     Raises:
-        ConfigurationError: diffusers does not say which these are.
+        ConfigurationError: There are none.
     """
     names = getattr(model, "_repeated_blocks", None) or ()
     blocks = [module for module in model.modules() if type(module).__name__ in names]
-    if not blocks:
-        raise ConfigurationError(
-            f"compile=blocks: diffusers does not say which blocks a {type(model).__name__} repeats; leave it out"
-        )
-    for block in blocks:
+    if blocks := blocks or list(_in_lists(model)):
+        return blocks
+    raise ConfigurationError(
+        f"compile=blocks: a {type(model).__name__} has no list of blocks of one class, and diffusers names none "
+        "(_repeated_blocks); leave it out"
+    )
+
+
+def _in_lists(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        entries = list(child) if isinstance(child, nn.ModuleList) else []
+        is_repeated = len(entries) > 1 and len({*map(type, entries)}) == 1
+        if is_repeated and all(any(entry.children()) for entry in entries):
+            yield from entries
+        else:
+            yield from _in_lists(child)
+
+
+def compile_blocks(model: nn.Module, backend: str | Callable[..., Any]) -> None:
+    """Compiles the blocks of `repeated_blocks` at their first calls; raises what that does."""
+    for block in repeated_blocks(model):
         block._compiled_call_impl = CompiledBlock(block, backend)
 
 
