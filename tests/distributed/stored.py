@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
 from lightning_diffpipe.modules.parts import load_for_training, read_index
+from lightning_diffpipe.quantization import Quantization
 from lightning_diffpipe.sampling.source import load_networks
 
 
@@ -97,3 +98,6 @@ class Rounded(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner, dtype, *_):
         return Rounded(**inner, dtype=dtype)
+
+
+ROUNDED = Quantization(Rounded.of, lambda weight: weight.numel() + 4)

@@ -21,7 +21,6 @@ from lightning_diffpipe.graph.placement import (
 )
 from lightning_diffpipe.modules import PipelineDiffusion
 from lightning_diffpipe.quantization import (
-    Quantization,
     QuantizedWeight,
     Weight8Bit,
     quantize_components,
@@ -35,7 +34,7 @@ from tests.distributed.scenarios import (
     quiet_trainer,
     reference,
 )
-from tests.distributed.stored import LINUX, Opened, Rounded, store_in_8_bits
+from tests.distributed.stored import LINUX, ROUNDED, Opened, Rounded, store_in_8_bits
 from tests.distributed.tiny import Images
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_ranks
@@ -49,7 +48,7 @@ class QuantizedWhenPlaced(Opened):
 
     def __init__(self, folder, quantize=True):
         super().__init__(folder, lora=True)
-        chosen = dict.fromkeys(self.parts, Quantization(Rounded.of, 8.0)) if quantize else {}
+        chosen = dict.fromkeys(self.parts, ROUNDED) if quantize else {}
         quantize_components(chosen, self.parts)
         self._note_base(folder, self.parts)
 
