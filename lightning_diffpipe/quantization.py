@@ -38,7 +38,8 @@ class Quantization:
 
     Attributes:
         quantize: Returns the quantized weight of a layer, `(out, in)`, on the device of the plain one: a wrapper
-            subclass of `Tensor` that `F.linear` takes, and that has `dequantize()` and `__tensor_flatten__`.
+            subclass of `Tensor` that `F.linear` takes, and that has `dequantize()` and `__tensor_flatten__`. The
+            backward reads it as a saved tensor, so that layers can be recomputed over weights that have moved.
         num_bytes: Returns the size of the tensors of which the quantized weight consists, of a plain weight.
     """
 
@@ -148,17 +149,21 @@ def _linear(input: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) 
 
 
 class _Linear(torch.autograd.Function):
-    """Keeps the quantized weight for the backward, where kernels keep one that they have dequantized."""
+    """Keeps the quantized weight for the backward, where kernels keep one that they have dequantized.
+
+    As a saved tensor: a layer that is recomputed has another one by then, in another slot if it is streamed.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-        ctx.weight = weight
+        ctx.save_for_backward(weight)
         return weight.multiplied(x, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         needs_x, _, needs_bias = ctx.needs_input_grad
-        of_x = gradient @ ctx.weight.dequantize().to(gradient.dtype) if needs_x else None
+        (weight,) = ctx.saved_tensors
+        of_x = gradient @ weight.dequantize().to(gradient.dtype) if needs_x else None
         of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
         return of_x, None, of_bias
 
@@ -330,23 +335,31 @@ def dequantize(part: nn.Module) -> None:
 
 
 def _in_4_bits(quant_type: str = "nf4", double: bool = True) -> Quantization:
-    def num_bytes(weight: Tensor) -> int:
-        scales = math.ceil(weight.numel() / _BLOCK)
-        # The 16 levels, and where scales are quantized, theirs and the mean of the scales, in single precision.
-        nested = scales + 4 * math.ceil(scales / _NESTED_BLOCK) + 4 * 256 + 4
-        return math.ceil(weight.numel() / 2) + 4 * 16 + (nested if double else 4 * scales)
-
     how = {"quant_type": quant_type, "compress_statistics": double}
-    return Quantization(partial(Weight4Bit.of, **how), num_bytes)
+    return Quantization(partial(Weight4Bit.of, **how), partial(_bytes_in_4_bits, double=double))
+
+
+def _bytes_in_4_bits(weight: Tensor, double: bool) -> int:
+    scales = math.ceil(weight.numel() / _BLOCK)
+    # The 16 levels, and where scales are quantized, theirs and the mean of the scales, in single precision.
+    nested = scales + 4 * math.ceil(scales / _NESTED_BLOCK) + 4 * 256 + 4
+    return math.ceil(weight.numel() / 2) + 4 * 16 + (nested if double else 4 * scales)
 
 
 def _in_8_bits(name: str, row_bytes: int) -> Quantization:
-    def quantize(weight: Tensor) -> Tensor:
-        import torchao.quantization
+    return Quantization(
+        partial(_by_torchao, name=name), partial(_bytes_in_8_bits, row_bytes=row_bytes)
+    )
 
-        return TorchaoWeight.of(weight, getattr(torchao.quantization, name)())
 
-    return Quantization(quantize, lambda weight: weight.numel() + row_bytes * weight.shape[0])
+def _by_torchao(weight: Tensor, name: str) -> Tensor:
+    import torchao.quantization
+
+    return TorchaoWeight.of(weight, getattr(torchao.quantization, name)())
+
+
+def _bytes_in_8_bits(weight: Tensor, row_bytes: int) -> int:
+    return weight.numel() + row_bytes * weight.shape[0]
 
 
 _NAMED = {

@@ -190,7 +190,6 @@ def place_parameters(
             parameter = others[parameter]
         if name in later:
             _offload(name, parameter, value, device)
-            move_scales(parameter, torch.device(device))
             continue
         _free(parameter, torch.device(device))
         if whereabouts is not None:
@@ -559,7 +558,6 @@ def load_back(
             others[parameter] = _quantized(parameter, device)
         else:
             _hold(parameter, value.to(device))
-            move_scales(parameter, device)
     replace_parameters(root, others)
 
 

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_diffpipe.graph.layer import LayerGraph, num_spanned
 from lightning_diffpipe.graph.placement import (
@@ -48,7 +49,11 @@ Weights = Mapping[str, nn.Parameter]
 
 
 def streamable(module: nn.Module, graph: LayerGraph) -> dict[str, Weights]:
-    """Returns frozen weights inside of each layer of the trained path that nothing else reads, by layer."""
+    """Returns frozen weights inside of each layer of the trained path that nothing else reads, by layer.
+
+    Those in 4 bits of the layers of bitsandbytes are none: for the backward, their kernel keeps the memory that it
+    has read, and not as a saved tensor, which the recomputation would bring from where the weight is then.
+    """
     named = dict(module.named_parameters())
     readers = Counter(name for layer in graph.layers for name in layer.parameters)
     readers.update(graph.tail_parameters)
@@ -56,7 +61,8 @@ def streamable(module: nn.Module, graph: LayerGraph) -> dict[str, Weights]:
     def is_streamable(name: str) -> bool:
         parameter = named[name]
         is_frozen = name not in graph.trained and not parameter.requires_grad
-        return is_frozen and readers[name] == 1
+        is_known = type(parameter) is nn.Parameter or is_traceable_wrapper_subclass(parameter)
+        return is_frozen and is_known and readers[name] == 1
 
     return {
         layer.name: {

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
 from lightning_diffpipe.modules.parts import load_for_training, read_index
-from lightning_diffpipe.quantization import Quantization
+from lightning_diffpipe.quantization import Quantization, Weight8Bit
 from lightning_diffpipe.sampling.source import load_networks
 
 
@@ -59,6 +59,24 @@ class Opened(PipelineDiffusion):
 
     def double(self):
         return self  # types are what is looked at
+
+
+def in_8_bits(weight):
+    """A weight of whole numbers, whose scales are powers of two, so that values are the same in all types."""
+    weight = weight.detach()
+    steps = torch.exp2((weight.abs().amax(1) / 127).log2().ceil())
+    tensors = {
+        "packed": (weight / steps[:, None]).round().to(torch.int8),
+        "scales": 127 * steps.float(),
+    }
+    return Weight8Bit(tensors, {}, weight.shape, weight.dtype)
+
+
+def bytes_in_8_bits(weight):
+    return weight.numel() + 4 * weight.shape[0]
+
+
+IN_8_BITS = Quantization(in_8_bits, bytes_in_8_bits)
 
 
 class Rounded(torch.Tensor):
