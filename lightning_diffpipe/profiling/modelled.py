@@ -23,7 +23,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -342,4 +342,6 @@ def modelled(
         handed = encodings(module, step, probed, graph, seen_on_paper)
     kept = kept_bytes({_NUM_PROBED_SAMPLES: saved})
     costs, repeated = layer_costs(graph, rounds, kept), repeated_seconds(graph, rounds)
-    return assemble(title, module, graph, costs, repeated, handed)
+    rate = device.bandwidth_bytes_per_s * device.efficiency["memory"]
+    profile = assemble(title, module, graph, costs, repeated, handed)
+    return replace(profile, memory_bytes_per_s=rate)
