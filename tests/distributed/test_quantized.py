@@ -123,9 +123,7 @@ def fit_and_save(rank, settings, world_size, path):
     return outcome, held, kept
 
 
-@pytest.mark.parametrize(
-    ("quantize", "streaming"), [(int8, "none"), (nf4, "none"), (int8, "all")]
-)
+@pytest.mark.parametrize(("quantize", "streaming"), [(int8, "none"), (nf4, "none"), (int8, "all")])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_layers_over_a_quantized_base_learn_what_one_process_learns(quantize, streaming, tmp_path):
     """History: tensors of torchao know neither `view` nor `as_strided`: NotImplementedError."""
