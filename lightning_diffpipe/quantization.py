@@ -13,10 +13,11 @@ Source:
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,16 +38,13 @@ class Quantization:
 
     Attributes:
         quantize: Returns the quantized weight of a layer, `(out, in)`, on the device of the plain one: a wrapper
-            subclass of `Tensor` that `F.linear` takes, and that has `dequantize()`.
-        bits: Size of a weight in memory, with its share of the scales.
+            subclass of `Tensor` that `F.linear` takes, and that has `dequantize()` and `__tensor_flatten__`. The
+            backward reads it as a saved tensor, so that layers can be recomputed over weights that have moved.
+        num_bytes: Returns the size of the tensors of which the quantized weight consists, of a plain weight.
     """
 
     quantize: Callable[[Tensor], Tensor]
-    bits: float
-
-    def num_bytes(self, weight: Tensor) -> int:
-        """Returns the size of a weight when it is quantized."""
-        return round(weight.numel() * self.bits / 8)
+    num_bytes: Callable[[Tensor], int]
 
 
 class QuantizedWeight(Tensor):
@@ -80,7 +78,7 @@ class QuantizedWeight(Tensor):
 
     def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Returns what a linear layer returns of `x`."""
-        raise NotImplementedError
+        return F.linear(x, self.dequantize().to(x.dtype), bias)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -144,23 +142,28 @@ class QuantizedWeight(Tensor):
 
 def _linear(input: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """Multiplies as a linear layer does, under autocast in its type."""
-    if torch.is_autocast_enabled(input.device.type):
-        input = input.to(torch.get_autocast_dtype(input.device.type))
+    kind = input.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        input = input.to(torch.get_autocast_dtype(kind))
     return _Linear.apply(input, weight, None if bias is None else bias.to(input.dtype))
 
 
 class _Linear(torch.autograd.Function):
-    """Keeps the quantized weight for the backward, where kernels keep one that they have dequantized."""
+    """Keeps the quantized weight for the backward, where kernels keep one that they have dequantized.
+
+    As a saved tensor: a layer that is recomputed has another one by then, in another slot if it is streamed.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-        ctx.weight = weight
+        ctx.save_for_backward(weight)
         return weight.multiplied(x, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         needs_x, _, needs_bias = ctx.needs_input_grad
-        of_x = gradient @ ctx.weight.dequantize().to(gradient.dtype) if needs_x else None
+        (weight,) = ctx.saved_tensors
+        of_x = gradient @ weight.dequantize().to(gradient.dtype) if needs_x else None
         of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
         return of_x, None, of_bias
 
@@ -258,9 +261,20 @@ class Weight8Bit(QuantizedWeight):
         """Returns a plain weight."""
         return self.packed.to(self.dtype).mul_(self.scales.mul(1 / 127).unsqueeze(1))
 
-    def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns what a linear layer returns of `x`."""
-        return F.linear(x, self.dequantize().to(x.dtype), bias)
+
+class WeightOnPaper(QuantizedWeight):
+    """A weight without values, as large as a quantized one, that is dequantized by one operator."""
+
+    @classmethod
+    def of(cls, weight: Tensor, num_bytes: Callable[[Tensor], int]) -> WeightOnPaper:
+        """Returns a weight of a size, on the device of the plain one."""
+        packed = torch.empty(num_bytes(weight), dtype=torch.uint8, device=weight.device)
+        return cls({"packed": packed}, {}, weight.shape, weight.dtype)
+
+    def dequantize(self) -> Tensor:
+        """Reads what is packed, and writes a plain weight."""
+        # What is read counts as large as the storage.
+        return self.packed.as_strided(self.shape, (0, 1)).to(self.dtype)
 
 
 class TorchaoWeight(QuantizedWeight):
@@ -321,24 +335,37 @@ def dequantize(part: nn.Module) -> None:
 
 
 def _in_4_bits(quant_type: str = "nf4", double: bool = True) -> Quantization:
-    scale = 8 / _BLOCK + 32 / _BLOCK / _NESTED_BLOCK if double else 32 / _BLOCK
     how = {"quant_type": quant_type, "compress_statistics": double}
-    return Quantization(partial(Weight4Bit.of, **how), 4 + scale)
+    return Quantization(partial(Weight4Bit.of, **how), partial(_bytes_in_4_bits, double=double))
 
 
-def _in_8_bits(name: str) -> Quantization:
-    def quantize(weight: Tensor) -> Tensor:
-        import torchao.quantization
+def _bytes_in_4_bits(weight: Tensor, double: bool) -> int:
+    scales = math.ceil(weight.numel() / _BLOCK)
+    # The 16 levels, and where scales are quantized, theirs and the mean of the scales, in single precision.
+    nested = scales + 4 * math.ceil(scales / _NESTED_BLOCK) + 4 * 256 + 4
+    return math.ceil(weight.numel() / 2) + 4 * 16 + (nested if double else 4 * scales)
 
-        return TorchaoWeight.of(weight, getattr(torchao.quantization, name)())
 
-    return Quantization(quantize, 8.0)
+def _in_8_bits(name: str, row_bytes: int) -> Quantization:
+    return Quantization(
+        partial(_by_torchao, name=name), partial(_bytes_in_8_bits, row_bytes=row_bytes)
+    )
+
+
+def _by_torchao(weight: Tensor, name: str) -> Tensor:
+    import torchao.quantization
+
+    return TorchaoWeight.of(weight, getattr(torchao.quantization, name)())
+
+
+def _bytes_in_8_bits(weight: Tensor, row_bytes: int) -> int:
+    return weight.numel() + row_bytes * weight.shape[0]
 
 
 _NAMED = {
     "nf4": ("bitsandbytes", _in_4_bits),
-    "int8": ("torchao", partial(_in_8_bits, "Int8WeightOnlyConfig")),
-    "float8": ("torchao", partial(_in_8_bits, "Float8WeightOnlyConfig")),
+    "int8": ("torchao", partial(_in_8_bits, "Int8WeightOnlyConfig", 5)),  # a scale, a zero point
+    "float8": ("torchao", partial(_in_8_bits, "Float8WeightOnlyConfig", 4)),
 }
 
 
@@ -349,11 +376,18 @@ def quantization_named(setting: Any, runs: bool = True) -> Quantization:
         setting: `"nf4"` (bitsandbytes, with scales that are quantized, too), `"int8"` or `"float8"` (torchao,
             weights only), a configuration of torchao, or a `TorchAoConfig` or `BitsAndBytesConfig` with
             `load_in_4bit`, of diffusers or transformers; or a `Quantization` of your own.
-        runs: Whether something is quantized, for which packages are needed; else only sizes are asked.
+        runs: Whether something is quantized, for which packages are needed; else weights become `WeightOnPaper`.
 
     Raises:
         ConfigurationError: There is no such quantization, or its package is missing.
     """
+    if not runs:
+        known = _quantization(setting, runs=False)
+        return replace(known, quantize=partial(WeightOnPaper.of, num_bytes=known.num_bytes))
+    return _quantization(setting, runs=True)
+
+
+def _quantization(setting: Any, runs: bool) -> Quantization:
     from diffusers.quantizers.quantization_config import QuantizationConfigMixin
     from transformers.utils.quantization_config import QuantizationConfigMixin as OfTransformers
 
@@ -375,9 +409,13 @@ def quantization_named(setting: Any, runs: bool = True) -> Quantization:
 
         if isinstance(setting, AOBaseConfig):
             quantize = partial(TorchaoWeight.of, config=setting)
-            example = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
-            size = sum(plain.nbytes for plain in plain_tensors(quantize(example)))
-            return Quantization(quantize, 8 * size / example.numel())
+
+            @cache
+            def bytes_of(shape: torch.Size, dtype: torch.dtype) -> int:
+                outline = torch.empty(shape, dtype=dtype, device="meta")
+                return sum(plain.nbytes for plain in plain_tensors(quantize(outline)))
+
+            return Quantization(quantize, lambda weight: bytes_of(weight.shape, weight.dtype))
     raise ConfigurationError(
         f"quantization={setting!r}; choose {', '.join(_NAMED)}, a configuration of torchao, or TorchAoConfig or "
         "BitsAndBytesConfig(load_in_4bit=True) of diffusers; or one of them for each component, such as "

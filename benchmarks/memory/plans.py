@@ -32,7 +32,15 @@ MODELS = {
     "wan22_5b": "Wan 2.2 5B, 121 frames of 704 x 1280",
     "wan22": "Wan 2.2 A14B, both experts, 81 frames of 480 x 832",
 }
+IN_4_BITS = ("flux", "qwen_image", "wan14b", "wan22")
+"""Models whose adapters are planned over weights in 4 bits, too, on the smaller cards."""
 PCIE, NVLINK = Link(12e9, 30e-6), Link(300e9, 10e-6)
+TRAINED = {
+    "adapters": (16, None),
+    "adapters, 4 bits": (16, "nf4"),
+    "all weights": (None, None),
+}
+"""What is trained: rank of adapters, quantization of the base."""
 HOST_BYTES = 60_000_000_000
 """Memory of a host for weights that are streamed from there: of 64 GB."""
 
@@ -103,12 +111,17 @@ def rows(models: list[str]) -> Iterator[str]:
     yield f"| model | trained | {' | '.join(map(str, CARDS))} |"
     yield "|---|---|" + "---|" * len(CARDS)
     for name in models:
-        for rank, trained in ((16, "adapters"), (None, "all weights")):
+        for trained, (rank, quantization) in TRAINED.items():
+            if quantization and name not in IN_4_BITS:
+                continue
+            wanted = [cards for cards in CARDS if cards.link is PCIE or not quantization]
             profiles = {
-                device: ModelOnPaper(name, device, lora_rank=rank).profile()
-                for device in dict.fromkeys(cards.device for cards in CARDS)
+                device: ModelOnPaper(
+                    name, device, lora_rank=rank, quantization=quantization
+                ).profile()
+                for device in dict.fromkeys(cards.device for cards in wanted)
             }
-            cells = (cell(profiles[cards.device], cards) for cards in CARDS)
+            cells = (cell(profiles[x.device], x) if x in wanted else "-" for x in CARDS)
             yield f"| {MODELS[name]} | {trained} | {' | '.join(cells)} |"
 
 

@@ -156,7 +156,7 @@ def place_parameters(
         device: Where they shall live, and where placeholders pretend to live.
         whereabouts: For errors, where parameters live; without, placeholders are NaN for whoever reads them.
         later: Resident ones that are offloaded: values stay where they are until `load_back`, or until a layer
-            needs a copy; of quantized ones those of `quantize_when_placed`.
+            needs a copy.
 
     Returns:
         Names of the placeholders.
@@ -177,19 +177,20 @@ def place_parameters(
     for name, parameter in parameters.items():
         if stored_value(parameter) is None:
             forget_stored(parameter)
-        if name in later:
-            _offload(name, parameter, parameter.detach(), device)
-            continue
-        if name in resident:
+        if name in resident and name not in later:
             if is_quantized_later(parameter):
                 others[parameter] = _quantized(parameter, device)
             elif (other := moved(parameter, torch.device(device))) is not parameter:
                 others[parameter] = other
             continue
+        value = parameter.detach()
         if is_traceable_wrapper_subclass(parameter):  # whose data cannot be that of a plain one
             others[parameter] = placeholder_of(parameter, torch.device(device))
             keep_notes(parameter, others[parameter])
             parameter = others[parameter]
+        if name in later:
+            _offload(name, parameter, value, device)
+            continue
         _free(parameter, torch.device(device))
         if whereabouts is not None:
             setattr(parameter, _WHERE, f"{name} lives on {whereabouts.get(name, 'another rank')}")
@@ -491,39 +492,73 @@ def _in_a_file(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]
 
 
 @contextlib.contextmanager
-def loaded(parameters: Iterable[Tensor], device: torch.device | None = None) -> Iterator[None]:
-    """Gives those of some parameters that are offloaded their values inside, on a device; None for their own."""
+def loaded(
+    parameters: Iterable[Tensor],
+    device: torch.device | None = None,
+    root: nn.Module | None = None,
+) -> Iterator[None]:
+    """Gives those of some parameters that are offloaded their values inside.
+
+    Args:
+        parameters: Any ones.
+        device: Where values are; None for that of each parameter.
+        root: The module in which values that are stored quantized stay so; without it they are dequantized.
+    """
+
+    def value_of(parameter: Tensor) -> Tensor:
+        value = host_value(parameter).to(device or parameter.device)
+        stays = root is not None and is_traceable_wrapper_subclass(value)
+        return nn.Parameter(value, False) if stays else rounded(parameter, value)
+
     away: Any = [p for p in parameters if is_offloaded(p) and is_placeholder(p)]
-    values = (rounded(p, _laid_out(p, getattr(p, _OFFLOADED)).to(device or p.device)) for p in away)
-    with lent_to_placeholders(dict(zip(away, values, strict=True))):
+    with lent_to_placeholders({p: value_of(p) for p in away}, root):
         yield
 
 
 def host_value(parameter: Tensor) -> Tensor:
-    """Returns the value of an offloaded parameter, in its type and with its strides."""
-    return _laid_out(parameter, getattr(parameter, _OFFLOADED))
+    """Returns the value of an offloaded parameter: a quantized one, or one in its type and with its strides."""
+    value: Tensor = getattr(parameter, _OFFLOADED)
+    return value if is_traceable_wrapper_subclass(value) else _laid_out(parameter, value)
+
+
+def value_to_stream(parameter: Tensor, device: torch.device) -> Tensor:
+    """Returns the value of an offloaded parameter as its layer shall read it; quantizes it on a device."""
+    value = host_value(parameter)
+    if not is_quantized_later(parameter) or is_traceable_wrapper_subclass(value):
+        return value
+    return quantized_of(parameter, value.to(device)).detach()
 
 
 def keep_on_host(parameter: Tensor, value: Tensor) -> None:
-    """Lets an offloaded parameter have its value elsewhere on the host."""
+    """Lets an offloaded parameter have its value elsewhere on the host, or quantized."""
     setattr(parameter, _OFFLOADED, value)
 
 
 def load_back(
-    parameters: Iterable[Tensor], device: torch.device, root: nn.Module | None = None
+    parameters: Iterable[Tensor], device: torch.device, root: nn.Module, quantizes: bool = True
 ) -> None:
-    """Gives offloaded parameters their values for good, on a device; quantized in `root`, if that is given."""
+    """Gives offloaded parameters their values for good, on a device.
+
+    Args:
+        parameters: Offloaded ones.
+        device: Where they shall live.
+        root: The module, in which quantized values become parameters of their own.
+        quantizes: Whether those that wait for it are quantized.
+    """
     others: dict[Tensor, nn.Parameter] = {}
     for parameter in parameters:
-        value = _laid_out(parameter, getattr(parameter, _OFFLOADED))
-        if is_quantized_later(parameter) and root is not None:
+        value = host_value(parameter)
+        delattr(parameter, _OFFLOADED)
+        if is_traceable_wrapper_subclass(value):
+            stored = stored_value(parameter)
+            value = stored if type(stored) is type(value) else value
+            others[parameter] = _with_notes(value.to(device), parameter)
+        elif is_quantized_later(parameter) and quantizes:
             _hold(parameter, value)
             others[parameter] = _quantized(parameter, device)
         else:
             _hold(parameter, value.to(device))
-        delattr(parameter, _OFFLOADED)
-    if root is not None:
-        replace_parameters(root, others)
+    replace_parameters(root, others)
 
 
 def _hold(parameter: Tensor, value: Tensor) -> dict[str, Any]:
@@ -537,14 +572,26 @@ def _hold(parameter: Tensor, value: Tensor) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def lent_to_placeholders(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Gives placeholders values inside, of their shape and dtype and on their device."""
+def lent_to_placeholders(
+    values: Mapping[nn.Parameter, Tensor], root: nn.Module | None = None
+) -> Iterator[None]:
+    """Gives placeholders values inside, of their shape and dtype and on their device.
+
+    Quantized values are parameters, which take the places of the placeholders in `root`.
+    """
+    others: dict[Any, Any] = {p: v for p, v in values.items() if is_traceable_wrapper_subclass(v)}
+    values = {p: v for p, v in values.items() if p not in others}
     with torch._C.DisableTorchFunction():
         empty = [parameter.data for parameter in values]
     before = {parameter: _hold(parameter, value) for parameter, value in values.items()}
+    assert root is not None or not others
     try:
+        if root is not None:
+            replace_parameters(root, others)
         yield
     finally:
+        if root is not None:
+            replace_parameters(root, {value: parameter for parameter, value in others.items()})
         for (parameter, notes), value in zip(before.items(), empty, strict=True):
             vars(parameter).update(notes)
             _empty(parameter, value)

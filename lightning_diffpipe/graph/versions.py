@@ -13,12 +13,12 @@ import hashlib
 import inspect
 import operator
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from lightning_diffpipe.graph.layer import CONSTANT_TYPES
 
@@ -142,6 +142,15 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     return [plain for name in names for plain in plain_tensors(getattr(tensor, name))]
+
+
+def with_plain_tensors(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns a tensor like another one, with changed plain tensors inside; they are changed in their order."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return change(tensor)
+    inner = lambda _, each: with_plain_tensors(each, change)
+    changed: Tensor = transform_subclass(tensor, inner)
+    return changed
 
 
 SAMPLED_BLOCKS = 4

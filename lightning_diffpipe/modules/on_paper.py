@@ -361,7 +361,7 @@ class ModelOnPaper:
         num_frames: Of a video; that of the model if not given.
         call: Further arguments of the pipeline's call, such as `{"max_sequence_length": 256}`.
         lora_rank: Rank of adapters that are trained in place of the denoiser's weights; None for the weights.
-        quantization: Of frozen linear layers, as of `PipelineDiffusion.from_pretrained`; counts in memory only.
+        quantization: Of frozen linear layers, as of `PipelineDiffusion.from_pretrained`.
         expert: As in `PipelineDiffusion`; both denoisers of Wan 2.2 if not given.
         with_reference: As in `OnPaper`.
 

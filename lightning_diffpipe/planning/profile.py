@@ -93,6 +93,11 @@ class Seconds:
         """Returns the same, that many times as long."""
         return Seconds(tuple((samples, factor * seconds) for samples, seconds in self.points))
 
+    def plus(self, seconds: float) -> Seconds:
+        """Returns times that are longer by some seconds, whatever the number of samples."""
+        counts = {count for count, _ in self.points}
+        return Seconds.of({n: self.at(n) + seconds for n in {*counts, 2 * max(counts)}})
+
     def to_plain(self) -> dict[str, float]:
         """Writes the JSON form."""
         return {str(samples): seconds for samples, seconds in self.points}
@@ -362,6 +367,10 @@ class EncoderProfile:
 class ModelProfile:
     """Everything the planner knows about a model.
 
+    Attributes:
+        memory_bytes_per_s: Rate at which the device reads and writes its memory; None if unknown, as in profiles
+            that were measured.
+
     Raises:
         ProfileError: No backbone, a backbone without layers, names used twice, or encoders that
             need each other.
@@ -370,6 +379,7 @@ class ModelProfile:
     name: str
     backbones: tuple[BackboneProfile, ...]
     encoders: tuple[EncoderProfile, ...] = ()
+    memory_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         if not self.backbones:

@@ -20,7 +20,12 @@ from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
 from lightning_diffpipe.planning.partition import Cut
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile, encoded_first
+from lightning_diffpipe.planning.profile import (
+    EncoderLayerProfile,
+    LayerProfile,
+    ModelProfile,
+    encoded_first,
+)
 from lightning_diffpipe.planning.proposals import (
     MOST_UNEQUAL_RANKS,
     Shape,
@@ -206,28 +211,44 @@ def _as_adapters(profile: ModelProfile) -> ModelProfile:
     def changed(layer: LayerProfile) -> LayerProfile:
         adapters = round(ADAPTER_SHARE * layer.gradient_bytes)
         weights = layer.parameter_bytes + adapters
-        return replace(layer, gradient_bytes=adapters, parameter_bytes=weights)
+        streamable_bytes = layer.streamable_bytes + layer.gradient_bytes
+        return replace(
+            layer,
+            gradient_bytes=adapters,
+            parameter_bytes=weights,
+            streamable_bytes=streamable_bytes,
+        )
 
     return _with_layers(profile, changed)
 
 
 def _in_4_bits(profile: ModelProfile) -> ModelProfile:
-    """Returns the profile with frozen weights of 16 bits stored in 4, and a scale for each block of them."""
+    """Returns the profile with frozen weights of 16 bits stored in 4, and a scale for each block of them.
+
+    Each use reads them and writes plain ones; where it is unknown how fast, that takes no time.
+    """
+    s_per_byte = (1 + SHARE_OF_4_BITS) / (profile.memory_bytes_per_s or math.inf)
 
     def changed(layer: LayerProfile) -> LayerProfile:
         frozen = layer.parameter_bytes - layer.gradient_bytes
-        stored = layer.gradient_bytes + round(SHARE_OF_4_BITS * frozen)
-        return replace(layer, parameter_bytes=stored, streamable_bytes=0)
+        use_s = frozen * s_per_byte
+        return replace(
+            layer,
+            parameter_bytes=layer.gradient_bytes + round(SHARE_OF_4_BITS * frozen),
+            streamable_bytes=round(SHARE_OF_4_BITS * layer.streamable_bytes),
+            forward_s=layer.forward_s.plus(use_s),
+            backward_s=layer.backward_s.plus(use_s if layer.gradient else 0.0),
+        )
+
+    def encoded(layer: EncoderLayerProfile) -> EncoderLayerProfile:
+        return replace(
+            layer,
+            parameter_bytes=round(SHARE_OF_4_BITS * layer.parameter_bytes),
+            forward_s=layer.forward_s.plus(layer.parameter_bytes * s_per_byte),
+        )
 
     encoders = tuple(
-        replace(
-            encoder,
-            layers=tuple(
-                replace(layer, parameter_bytes=round(SHARE_OF_4_BITS * layer.parameter_bytes))
-                for layer in encoder.layers
-            ),
-        )
-        for encoder in profile.encoders
+        replace(encoder, layers=tuple(map(encoded, encoder.layers))) for encoder in profile.encoders
     )
     return replace(_with_layers(profile, changed), encoders=encoders)
 

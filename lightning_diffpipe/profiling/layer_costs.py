@@ -247,7 +247,7 @@ def assemble(
                 input_bytes_per_sample=None
                 if writes
                 else sum(graph.spec(key).nbytes for key in inputs) // samples,
-                streamable_bytes=sum(p.nbytes for p in streams[layer.name].values()),
+                streamable_bytes=sum(map(held_bytes, streams[layer.name].values())),
             )
         )
     long = tuple(Skip(size // samples, made, readers) for size, made, readers in skips(graph))

@@ -23,7 +23,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -39,6 +39,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.calltree import tensors_in
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.placement import quantized
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.step import Step
 from lightning_diffpipe.planning.profile import ModelProfile
@@ -314,7 +315,7 @@ def modelled(
     """Returns the profile of a module on the meta device, as a device on paper would run it.
 
     `batch` makes a batch of some number of samples. `denoiser` names the part that reads noise; all other frozen
-    parts follow from the sample alone.
+    parts follow from the sample alone. Each use of a quantized weight, forward or backward, writes a plain one.
     """
 
     def seen_on_paper(graph: LayerGraph) -> Seen:
@@ -331,7 +332,8 @@ def modelled(
     with fused_attention():
         graph = probe(module, step, probed, mode="real")  # fakes of fakes have no integers
         interception = Interception(module, graph.layer_names)
-        with interception.installed(), scratch_gradients(module, graph.trained):
+        on_paper = quantized(module, torch.device("meta"))
+        with on_paper, interception.installed(), scratch_gradients(module, graph.trained):
             rounds = {n: ([run(n, "whole")], [run(n, "inputs")]) for n in sample_counts}
         forward = StepRun(graph, Clock())
         known_tensors = [*module.parameters(), *module.buffers()]
@@ -340,4 +342,6 @@ def modelled(
         handed = encodings(module, step, probed, graph, seen_on_paper)
     kept = kept_bytes({_NUM_PROBED_SAMPLES: saved})
     costs, repeated = layer_costs(graph, rounds, kept), repeated_seconds(graph, rounds)
-    return assemble(title, module, graph, costs, repeated, handed)
+    rate = device.bandwidth_bytes_per_s * device.efficiency["memory"]
+    profile = assemble(title, module, graph, costs, repeated, handed)
+    return replace(profile, memory_bytes_per_s=rate)

@@ -117,10 +117,12 @@ def assemble(
         waits = plan.options.encode_first and not (plan.runs_free or options.verify)
         later = kept_for_later(module, graph) & resident if waits else frozenset[str]()
         streams, weights = _streamed(module, unfolded, plan, mesh.local_rank)
-        from_host = {name: p for each in weights.values() for name, p in each.items()}
-        later -= from_host.keys()
-        place_parameters(module, resident, process.device, places, later | from_host.keys())
-        stream = WeightStream(weights, streams, process.device) if weights else None
+        streamed = frozenset(name for each in weights.values() for name in each)
+        later -= streamed
+        place_parameters(module, resident, process.device, places, later | streamed)
+        from_host = {name: p for name, p in module.named_parameters() if name in streamed}
+        weights = {layer: {n: from_host[n] for n in each} for layer, each in weights.items()}
+        stream = WeightStream(module, weights, streams, process.device) if weights else None
         interception.refuse(places)
         steps = PartitionedStepCache(
             module, probed.step, graph, positions, placement, mesh.local_rank, interception,

@@ -293,9 +293,10 @@ class CheckpointHooks(ParallelStrategy):
         return bool(pipeline.mesh.of_rank(0, needed > available_bytes()))
 
     def _loaded(self) -> contextlib.AbstractContextManager[None]:
-        """Gives offloaded parameters their values inside, mapped from their files."""
-        away = self.pipeline.offloaded.values() if self.pipeline is not None else ()
-        return loaded(away, torch.device("cpu"))
+        """Gives offloaded parameters their values inside, mapped from their files, or as they are on the host."""
+        if self.pipeline is None:
+            return contextlib.nullcontext()
+        return loaded(self.pipeline.offloaded.values(), torch.device("cpu"), self.pipeline.module)
 
     def refuse_diverged(self, what: str) -> None:
         """Raises DivergenceError on all ranks of the pipeline if trained weights are not finite."""

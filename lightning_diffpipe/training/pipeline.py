@@ -350,7 +350,8 @@ class Pipeline:
         if (stream := self.engine.layout.steps.stream) is not None:  # a step may have failed in one
             stream.rest()
         with self._moving():
-            load_back([*self.offloaded.values(), *self.later.values()], torch.device("cpu"))
+            away = [*self.offloaded.values(), *self.later.values()]
+            load_back(away, torch.device("cpu"), self.module, quantizes=False)
             make_plain(self.module)
         if connected:
             # Not of `state_dict()`: it lacks some buffers, and modules may leave out or rename the rest.

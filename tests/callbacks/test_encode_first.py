@@ -357,7 +357,7 @@ def test_parameters_are_mapped_from_their_own_file_or_a_new_one(tmp_path):
             assert torch.equal(parameter, values[name])
             assert parameter.stride() == values[name].stride()
         assert is_placeholder(parameter)
-    load_back(named.values(), torch.device("cpu"))
+    load_back(named.values(), torch.device("cpu"), root)
     assert named["mapped"].data_ptr() == address
     for name, parameter in named.items():
         assert torch.equal(parameter, values[name])

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
 from lightning_diffpipe.modules.part_files import load_for_training, read_index
+from lightning_diffpipe.quantization import Quantization, Weight8Bit
 from lightning_diffpipe.sampling.source import load_networks
 
 
@@ -60,6 +61,24 @@ class Opened(PipelineDiffusion):
         return self  # types are what is looked at
 
 
+def in_8_bits(weight):
+    """A weight of whole numbers, whose scales are powers of two, so that values are the same in all types."""
+    weight = weight.detach()
+    steps = torch.exp2((weight.abs().amax(1) / 127).log2().ceil())
+    tensors = {
+        "packed": (weight / steps[:, None]).round().to(torch.int8),
+        "scales": 127 * steps.float(),
+    }
+    return Weight8Bit(tensors, {}, weight.shape, weight.dtype)
+
+
+def bytes_in_8_bits(weight):
+    return weight.numel() + 4 * weight.shape[0]
+
+
+IN_8_BITS = Quantization(in_8_bits, bytes_in_8_bits)
+
+
 class Rounded(torch.Tensor):
     """A weight of 4 bits and one scale: so coarse that losses tell whether it is in use."""
 
@@ -97,3 +116,6 @@ class Rounded(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner, dtype, *_):
         return Rounded(**inner, dtype=dtype)
+
+
+ROUNDED = Quantization(Rounded.of, lambda weight: weight.numel() + 4)

@@ -21,7 +21,6 @@ from lightning_diffpipe.graph.placement import (
 )
 from lightning_diffpipe.modules import PipelineDiffusion
 from lightning_diffpipe.quantization import (
-    Quantization,
     QuantizedWeight,
     Weight8Bit,
     quantize_components,
@@ -35,7 +34,7 @@ from tests.distributed.scenarios import (
     quiet_trainer,
     reference,
 )
-from tests.distributed.stored import LINUX, Opened, Rounded, store_in_8_bits
+from tests.distributed.stored import LINUX, ROUNDED, Opened, Rounded, store_in_8_bits
 from tests.distributed.tiny import Images
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_ranks
@@ -49,7 +48,7 @@ class QuantizedWhenPlaced(Opened):
 
     def __init__(self, folder, quantize=True):
         super().__init__(folder, lora=True)
-        chosen = dict.fromkeys(self.parts, Quantization(Rounded.of, 8.0)) if quantize else {}
+        chosen = dict.fromkeys(self.parts, ROUNDED) if quantize else {}
         quantize_components(chosen, self.parts)
         self._note_base(folder, self.parts)
 
@@ -125,6 +124,8 @@ def settings(tmp_path):
             {"num_stages": 2, "num_microbatches": 2, "filling": "none", "profile": "measure"}, False
         ),
         row({"num_stages": 1, "num_microbatches": 2, "data_parallel": 1}, False),
+        row({"num_stages": 2, "num_microbatches": 2, "streaming": "all"}, True),
+        row({"num_stages": 1, "num_microbatches": 2, "streaming": "all"}, False),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -168,14 +169,14 @@ class Saves(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def fit_and_save(rank, settings, world_size, path, ckpt_path=None):
+def fit_and_save(rank, settings, world_size, path, ckpt_path=None, streaming="auto"):
     """Trains with images and a checkpoint on the way, and returns the adapters and the images."""
     module, logger = build(settings), Shown()
     images = SampleImages(["a cat"], every_n_steps=2, num_inference_steps=2)
     callbacks = [images] if ckpt_path else [images, Saves(path)]
     options = {**settings.trainer, "max_steps": 4, "callbacks": callbacks, "logger": logger}
     options["default_root_dir"] = path.parent
-    strategy = quick_strategy(num_stages=world_size, num_microbatches=2)
+    strategy = quick_strategy(num_stages=world_size, num_microbatches=2, streaming=streaming)
     trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
     trainer.fit(module, datamodule=settings.data_class(), ckpt_path=ckpt_path)
     state = module.state_dict()
@@ -183,19 +184,20 @@ def fit_and_save(rank, settings, world_size, path, ckpt_path=None):
 
 
 @pytest.mark.table
+@pytest.mark.parametrize("streaming", ["none", "all"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_checkpoints_and_images_over_a_quantized_base(settings, tmp_path):
+def test_checkpoints_and_images_over_a_quantized_base(streaming, settings, tmp_path):
     """Checkpoints have adapters alone, and are gone on from where the base is opened plain and quantized again."""
     path = tmp_path / "adapters.ckpt"
     [(_, expected)] = run_ranks(fit_and_save, 1, settings, 1, path)
-    (whole, images), _ = run_ranks(fit_and_save, 2, settings, 2, path)
+    (whole, images), _ = run_ranks(fit_and_save, 2, settings, 2, path, None, streaming)
     assert len(images) == len(expected) == 4  # at two steps: of the step, and of all so far
     for image, other in zip(images, expected, strict=True):
         assert np.abs(image - other).max() <= 2
         assert image.std() > 5
     state = torch.load(path, weights_only=False)["state_dict"]
     assert all(".lora_" in name for name in state), sorted(state)[:3]
-    (resumed, _), _ = run_ranks(fit_and_save, 2, settings, 2, path, path)
+    (resumed, _), _ = run_ranks(fit_and_save, 2, settings, 2, path, path, streaming)
     assert whole.keys() == resumed.keys()
     for name, value in whole.items():
         assert torch.equal(resumed[name], value), name

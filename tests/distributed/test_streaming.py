@@ -11,8 +11,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.callbacks import EMA, EncodingCache, SampleImages
-from lightning_diffpipe.graph.placement import is_offloaded, is_placeholder
+from lightning_diffpipe.graph.placement import (
+    held_bytes,
+    host_value,
+    is_offloaded,
+    is_placeholder,
+    quantize_when_placed,
+)
 from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
+from lightning_diffpipe.quantization import Weight8Bit
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
@@ -23,6 +30,7 @@ from tests.distributed.scenarios import (
     reference,
     weights_of,
 )
+from tests.distributed.stored import IN_8_BITS, in_8_bits
 from tests.distributed.tiny import Adapted, Data
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import RankError, run_in_turn, run_ranks
@@ -33,6 +41,30 @@ pytestmark = pytest.mark.distributed
 
 PARTS = [f"blocks.{index}.{name}" for index in range(8) for name in ("mix", "out")]
 KINDS = "weight", "bias"
+
+
+class In8Bits(Adapted):
+    """Has frozen weights of 8 bits, or plain ones of the same values.
+
+    Args:
+        when: `placed`; `made`, by the user; or `never`.
+    """
+
+    def __init__(self, when="placed"):
+        super().__init__()
+        self.when = when
+        for layer in (x for block in self.blocks for x in (block.mix, block.out)):
+            with torch.no_grad():
+                layer.weight.copy_(in_8_bits(layer.weight).dequantize())
+            if when == "placed":
+                quantize_when_placed(layer.weight, IN_8_BITS)
+
+    def double(self):
+        super().double()
+        if self.when == "made":
+            for layer in (x for block in self.blocks for x in (block.mix, block.out)):
+                layer.weight = torch.nn.Parameter(in_8_bits(layer.weight), requires_grad=False)
+        return self
 
 
 class Straight(Adapted):
@@ -53,7 +85,7 @@ class Watch(L.Callback):
     """Notes bytes copied until the end of each step, and parameters that have no memory then."""
 
     def __init__(self):
-        self.copied, self.offloaded, self.plan = [], set(), None
+        self.copied, self.offloaded, self.plan, self.host_bytes = [], set(), None, 0
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         stream = trainer.strategy.pipeline.engine.layout.steps.stream
@@ -61,6 +93,7 @@ class Watch(L.Callback):
         self.plan, named = trainer.strategy.plan, dict(module.named_parameters())
         self.offloaded = {name for name, p in named.items() if is_offloaded(p)}
         assert all(is_placeholder(named[name]) for name in self.offloaded)
+        self.host_bytes = sum(held_bytes(host_value(named[name])) for name in self.offloaded)
 
 
 def fit_watched(rank, settings, world_size):
@@ -98,6 +131,37 @@ def test_streamed_layers(num_ranks, num_stages, schedule):
         steps = {b - a for a, b in itertools.pairwise(watch.copied)}
         assert steps == {plan.planned.copied_bytes[rank]}
     assert sum(plan.planned.streamed_bytes) == sum(expected.weights[n].nbytes for n in frozen)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "when", "schedule"),
+    [(1, "placed", "1f1b"), (2, "placed", "zero_bubble"), (2, "made", "1f1b"),
+     row(2, "placed", "1f1b"), row(1, "made", "1f1b"), row(2, "made", "zero_bubble")],
+)  # fmt: skip
+def test_quantized_weights_are_copied_as_they_are_packed(num_ranks, when, schedule):
+    """Numbers are those of plain weights of the same values; bytes on the host and of copies are those planned."""
+    settings = settings_of(num_ranks, schedule=schedule, streaming="all")
+    settings = replace(settings, module_class=In8Bits, module={"when": "never"})
+    expected = reference(settings, 4)
+    runs = run_ranks(fit_watched, num_ranks, replace(settings, module={"when": when}), num_ranks)
+    outcomes = [outcome for outcome, _ in runs]
+    if when == "made":
+        for outcome in outcomes:
+            outcome.weights |= {
+                n: w.dequantize() for n, w in outcome.weights.items() if type(w) is Weight8Bit
+            }
+    assert_equal_runs(outcomes, expected)
+    planned = outcomes[0].plan.planned
+    sizes = {
+        f"{part}.{kind}": expected.weights[f"{part}.{kind}"] for part in PARTS for kind in KINDS
+    }
+    assert set().union(*(watch.offloaded for _, watch in runs)) == sizes.keys()
+    packed = sum(IN_8_BITS.num_bytes(w) if w.ndim == 2 else w.nbytes for w in sizes.values())
+    assert sum(planned.streamed_bytes) == packed
+    for rank, (_, watch) in enumerate(runs):
+        assert watch.host_bytes == planned.streamed_bytes[rank]
+        steps = {b - a for a, b in itertools.pairwise(watch.copied)}
+        assert steps == {planned.copied_bytes[rank]}
 
 
 def fit_freely(rank, **options):

@@ -41,7 +41,7 @@ def streaming(count=4):
     names = [name for name, _ in parts.named_parameters()]
     layers = {name: dict(part.named_parameters()) for name, part in parts.items()}
     place_parameters(parts, names, CPU, later=names)
-    return parts, values, WeightStream(layers, {0: list(parts)}, CPU)
+    return parts, values, WeightStream(parts, layers, {0: list(parts)}, CPU)
 
 
 def assert_values(got, wanted):

@@ -165,6 +165,19 @@ def test_what_would_fit_is_named_with_the_step_it_promises():
         find_plan(FOUR, Cluster(1, memory_bytes=1000), PlanOptions(4, checkpointing="none"))
 
 
+def test_4_bits_that_would_fit_are_streamed_and_dequantized():
+    """Of 28 bytes a layer, two slots fit beside 140 bytes of activations, and four layers do not."""
+    frozen = profile_of(
+        replace(x, gradient_bytes=0, parameter_bytes=100, streamable_bytes=100) for x in FOUR.layers
+    )
+    uses_s = 3 * 64 * 4 * 4  # two forwards and a backward of four layers for four microbatches
+    for rate, step_s in ((None, 64), (2.0, 64 + uses_s)):
+        profile = replace(frozen, memory_bytes_per_s=rate)
+        says = f"model.quantization=nf4 ({step_s:.3g} s a step) would fit"
+        with pytest.raises(PlanError, match=re.escape(says)):
+            find_plan(profile, Cluster(1, memory_bytes=200), PlanOptions(4))
+
+
 def test_the_encoders_lie_on_fewer_ranks_where_all_would_be_too_full():
     """Encoders of 500 bytes fit beside two layers, not beside more, nor on both ranks."""
     encoder = EncoderProfile(

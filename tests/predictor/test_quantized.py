@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 
 SETTINGS = {"num_inference_steps": 4, "guidance_scale": 4.0, "output_type": "np"}
 # A function without a name, which has another address on each rank.
-ROUNDED = Quantization(lambda weight: Rounded.of(weight), 8.0)
+ROUNDED = Quantization(lambda weight: Rounded.of(weight), lambda weight: weight.numel() + 4)
 
 
 @pytest.fixture(scope="module", params=["flux", "stable_diffusion"])

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from diffusers.pipelines.wan import pipeline_wan_i2v
+from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.placement import held_bytes
 from lightning_diffpipe.modules import PipelineDiffusion, on_paper
 from lightning_diffpipe.modules.on_paper import PUBLISHED, ModelOnPaper, OnPaper
 from lightning_diffpipe.pipelines.one_step import DENOISERS as DENOISER_NAMES
@@ -17,6 +19,7 @@ from lightning_diffpipe.profiling.modelled import (
     device_named,
     fused_attention,
 )
+from lightning_diffpipe.quantization import quantization_named
 from tests.predictor.tiny_pipelines import wan_experts
 from tests.profiling.known import CONTROLNET, DENOISERS, check_known, tiny_configs
 from tests.rows import row
@@ -82,6 +85,24 @@ def test_latency_counts_for_every_kernel():
         x = meta(3) + 1
         (x * 2).view(1, 3)
     assert clock.stamp() == pytest.approx(2.0)
+
+
+def test_each_use_of_a_quantized_weight_reads_it_and_writes_a_plain_one():
+    layer, x = nn.Linear(2000, 4000, device="meta").requires_grad_(False), meta(8, 2000)
+    how = quantization_named("nf4", runs=False)
+    use_s = (how.num_bytes(layer.weight) + layer.weight.nbytes) / 1e12
+
+    def forward():
+        return layer(x.requires_grad_())
+
+    def forward_and_backward():
+        torch.autograd.grad(forward(), x, meta(8, 4000))
+
+    forward_s, both_s = modelled_s(forward), modelled_s(forward_and_backward)
+    layer.weight = nn.Parameter(how.quantize(layer.weight), requires_grad=False)
+    assert held_bytes(layer.weight) == how.num_bytes(layer.weight)
+    assert modelled_s(forward) == pytest.approx(forward_s + use_s)
+    assert modelled_s(forward_and_backward) == pytest.approx(both_s + 2 * use_s)
 
 
 def test_an_operator_that_is_called_again_takes_as_long_and_gives_new_tensors():
