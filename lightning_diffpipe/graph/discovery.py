@@ -44,7 +44,7 @@ from lightning_diffpipe.graph.layer import (
     dense_stride,
 )
 from lightning_diffpipe.graph.provenance import Buffer, LayerRecord, LeakError, unfolded, values
-from lightning_diffpipe.graph.repeats import Repeats
+from lightning_diffpipe.graph.repeats import Experience, Repeats
 from lightning_diffpipe.graph.side_effects import NoHooksWithoutGradients, gradients_noticed
 from lightning_diffpipe.graph.step import (
     BatchForm,
@@ -214,9 +214,10 @@ class StepProbe:
             self._tree if self._tree is self._larger else None
         )  # which may have another call sequence
         watched = self._callable() if tree else ()
+        experience = known.experience if known and known.experience else Experience()
         tracer = Tracer(
-            self.module, self.original, layers, containers, known, fake, watched, self._repeats()
-        )
+            self.module, self.original, layers, containers, known, fake, watched, self._repeats(experience)
+        )  # fmt: skip
         out, returned, tail = self._followed(tracer)
         if tree is not None and tree.names != tracer.names:
             raise _OtherCallsError
@@ -258,6 +259,7 @@ class StepProbe:
             or has_global_backward_hooks()
             or any(map(has_backward_hooks, self.module.modules())),
             batch_writes=frozenset(tracer.provenance.batch_writes),
+            experience=experience,
         )
 
     def _refuse_new_hooks(self) -> None:
@@ -309,7 +311,7 @@ class StepProbe:
         self, batch: Any, look: Look | None = None, *, has_gradients: bool = True
     ) -> CallTree:
         """Runs the step and records the tree of calls, with what a look at arguments and output of each finds."""
-        tree, names = CallTree(self.module, look, self._repeats()), self._callable()
+        tree, names = CallTree(self.module, look, self._repeats(Experience())), self._callable()
 
         def record(call: Callable[[], Any]) -> Any:
             noticed = gradients_noticed(tree.note_gradients)
@@ -348,9 +350,9 @@ class StepProbe:
             self.__post_init__()
         return None
 
-    def _repeats(self) -> Repeats | None:
+    def _repeats(self, experience: Experience) -> Repeats | None:
         mode = self.fake_mode
-        return None if mode is None else Repeats(self.module, mode, self._callable())
+        return None if mode is None else Repeats(self.module, mode, self._callable(), experience)
 
     def _callable(self) -> list[str]:
         # The original, as copies forget which modules are compiled.
