@@ -60,6 +60,7 @@ from lightning_diffpipe.graph.step import (
     weight_of,
 )
 from lightning_diffpipe.graph.tracer import Tracer, calls_replaced, leading_dims
+from lightning_diffpipe.graph.versions import OF_EVERY_MODULE
 
 _log = logging.getLogger(__name__)
 
@@ -143,11 +144,8 @@ class StepProbe:
     def __post_init__(self) -> None:
         self._tree: CallTree | None = None
         self._larger: CallTree | None = None  # with one sample more
-        self._hooked = _hooks_and_notes(self.module)
-        self._counted = [
-            (held, {name: value for name, value in held.items() if type(value) is int})
-            for held in map(vars, self.module.modules())
-        ]
+        self._hooked: _Hooked | None = None  # before the latest run
+        self._counted: list[tuple[dict[str, Any], dict[str, int]]] = []
 
     def on_fakes(self, mode: TrackedFakeMode) -> StepProbe:
         """Returns the same on a copy of the module without values."""
@@ -267,8 +265,8 @@ class StepProbe:
 
         Models of transformers put some once and for all, and note it in a private attribute, which stays.
         """
-        (hooks_before, notes_before), (hooks, notes) = self._hooked, _hooks_and_notes(self.module)
-        self._hooked = hooks, notes
+        hooks_before, notes_before = self._hooked or (set(), {})
+        self._hooked = hooks, notes = _hooks_and_notes(self.module)
         more = sorted(hooks - hooks_before)
         recorded = [note for note, is_true in notes.items() if is_true and note not in notes_before]
         if more and not recorded:
@@ -299,6 +297,12 @@ class StepProbe:
 
     def _run(self, around: Callable[[Callable[[], Any]], Any], batch: Any) -> Any:
         """Runs the step inside `around`, whose modes must see operators before the fake mode does."""
+        if self._hooked is None:
+            self._hooked = _hooks_and_notes(self.module)
+            self._counted = [
+                (held, {name: value for name, value in held.items() if type(value) is int})
+                for held in map(vars, self.module.modules())
+            ]
         rng.seed_all(self.seed, host=True)  # also of fake runs: coins fall the same on all ranks
         for held, numbers in self._counted:
             held.update(numbers)
@@ -442,7 +446,10 @@ class StepProbe:
         return dataclasses.replace(graph, layers=tuple(layers))
 
 
-def _hooks_and_notes(root: nn.Module) -> tuple[set[tuple[str, int]], dict[tuple[str, str], bool]]:
+_Hooked = tuple[set[tuple[str, int]], dict[tuple[str, str], bool]]
+
+
+def _hooks_and_notes(root: nn.Module) -> _Hooked:
     """Returns hooks of modules by owner and number, and private attributes with whether they are True."""
     hooks: set[tuple[str, int]] = set()
     notes: dict[tuple[str, str], bool] = {}
@@ -450,7 +457,9 @@ def _hooks_and_notes(root: nn.Module) -> tuple[set[tuple[str, int]], dict[tuple[
         on_outputs = module._forward_hooks, module._forward_pre_hooks
         on_gradients = module._backward_hooks, module._backward_pre_hooks
         hooks |= {(name, key) for key in itertools.chain(*on_outputs, *on_gradients)}
-        notes |= {(name, key): v is True for key, v in vars(module).items() if key[0] == "_"}
+        held = vars(module)
+        own = held.keys() - OF_EVERY_MODULE
+        notes |= {(name, key): held[key] is True for key in own if key[0] == "_"}
     return hooks, notes
 
 

@@ -177,9 +177,9 @@ def switches_weights(optimizer: Any) -> bool:
 def steps_apart(optimizer: Optimizer) -> bool | None:
     """Returns whether an optimizer steps each parameter by its own gradient alone, and by a copy of it.
 
-    A copy of the optimizer steps small parameters, one for each kind in its groups, with another next to it, once with
-    the gradients of all and once without those of the others. Parameters, states, and what the optimizer knows of no
-    parameter in particular, must come out the same to the last bit.
+    A copy of the optimizer steps small parameters, one of each kind in each group with another next to it, once
+    with the gradients of all and once without those of the others. Parameters, states, and what the optimizer knows
+    of no parameter in particular, must come out the same to the last bit.
 
     Returns:
         None if that does not tell: copies cannot be stepped, or draw random numbers.
