@@ -258,6 +258,25 @@ def test_probing_takes_as_many_calls_however_deep_a_model_is(num_blocks, repeate
     assert repeated["run"] <= 2 * 2 * 4
 
 
+def test_a_fold_runs_no_block_that_its_probe_has_run(repeated, monkeypatch):
+    module = Model(Block)
+    graph = probe(module, run, batch_of(), max_share=0.3)
+    stages = range(1, len(graph.path))
+
+    def runs_of_fold():
+        repeated.clear()
+        folded, every = both(
+            lambda: fold(module, run, batch_of(), dataclasses.replace(graph), stages)[0],
+            monkeypatch,
+        )
+        assert same(folded, every)
+        return repeated["run"]
+
+    assert runs_of_fold() == 0 < repeated["repeated"]
+    module.blocks[2].norm.eps = module.blocks[4].norm.eps = 1e-3  # equals of each other only
+    assert runs_of_fold() == 2
+
+
 _DEEPER = ("num_layers", "depth", "num_single_layers", "num_refiner_layers", "n_layers")
 
 
