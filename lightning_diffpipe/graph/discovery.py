@@ -130,6 +130,7 @@ class StepProbe:
         mode: What the graph says about it.
         fake_mode: The mode of fake tensors, None for real ones.
         original: The module that `module` is a copy of, if it is one.
+        experience: Of the trace that found the graph which is traced again with other layers.
     """
 
     module: nn.Module
@@ -140,6 +141,7 @@ class StepProbe:
     mode: str = "real"
     fake_mode: TrackedFakeMode | None = None
     original: nn.Module | None = None
+    experience: Experience = dataclasses.field(default_factory=Experience)
 
     def __post_init__(self) -> None:
         self._tree: CallTree | None = None
@@ -150,7 +152,8 @@ class StepProbe:
     def on_fakes(self, mode: TrackedFakeMode) -> StepProbe:
         """Returns the same on a copy of the module without values."""
         copy, batch = fake_copy(self.module, mode), fake_batch(self.batch, mode)
-        return StepProbe(copy, self.step, batch, 0, self.form, "fake", mode, self.module)
+        where = "fake", mode, self.module
+        return StepProbe(copy, self.step, batch, 0, self.form, *where, self.experience)
 
     def discover(self, max_share: float, layer_names: Sequence[str] | None) -> LayerGraph:
         """Chooses layers by cost, expands those that leak, and traces them."""
@@ -212,7 +215,7 @@ class StepProbe:
             self._tree if self._tree is self._larger else None
         )  # which may have another call sequence
         watched = self._callable() if tree else ()
-        experience = known.experience if known and known.experience else Experience()
+        experience = self.experience if known else Experience()  # notes name the layers
         tracer = Tracer(
             self.module, self.original, layers, containers, known, fake, watched, self._repeats(experience)
         )  # fmt: skip

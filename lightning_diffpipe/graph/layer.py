@@ -236,7 +236,7 @@ class LayerGraph:
         batch_writes: Tensors of the batch that the step writes in place, as `pytree.keystr` tells their places.
         form: The parts of the batch it was planned with that have one entry per sample, or the module's own way.
         weighted: The step returns a weight besides its loss.
-        experience: What equal modules gave, for the next run; see `repeats`.
+        experience: What equal modules gave, for runs before training; see `repeats`.
     """
 
     layers: tuple[Layer, ...]
