@@ -44,7 +44,7 @@ from lightning_diffpipe.graph.layer import (
     dense_stride,
 )
 from lightning_diffpipe.graph.provenance import Buffer, LayerRecord, LeakError, unfolded, values
-from lightning_diffpipe.graph.repeats import Repeats
+from lightning_diffpipe.graph.repeats import Experience, Repeats
 from lightning_diffpipe.graph.side_effects import NoHooksWithoutGradients, gradients_noticed
 from lightning_diffpipe.graph.step import (
     BatchForm,
@@ -60,6 +60,7 @@ from lightning_diffpipe.graph.step import (
     weight_of,
 )
 from lightning_diffpipe.graph.tracer import Tracer, calls_replaced, leading_dims
+from lightning_diffpipe.graph.versions import OF_EVERY_MODULE
 
 _log = logging.getLogger(__name__)
 
@@ -129,6 +130,7 @@ class StepProbe:
         mode: What the graph says about it.
         fake_mode: The mode of fake tensors, None for real ones.
         original: The module that `module` is a copy of, if it is one.
+        experience: Of the trace that found the graph which is traced again with other layers.
     """
 
     module: nn.Module
@@ -139,20 +141,19 @@ class StepProbe:
     mode: str = "real"
     fake_mode: TrackedFakeMode | None = None
     original: nn.Module | None = None
+    experience: Experience = dataclasses.field(default_factory=Experience)
 
     def __post_init__(self) -> None:
         self._tree: CallTree | None = None
         self._larger: CallTree | None = None  # with one sample more
-        self._hooked = _hooks_and_notes(self.module)
-        self._counted = [
-            (held, {name: value for name, value in held.items() if type(value) is int})
-            for held in map(vars, self.module.modules())
-        ]
+        self._hooked: _Hooked | None = None  # before the latest run
+        self._counted: list[tuple[dict[str, Any], dict[str, int]]] = []
 
     def on_fakes(self, mode: TrackedFakeMode) -> StepProbe:
         """Returns the same on a copy of the module without values."""
         copy, batch = fake_copy(self.module, mode), fake_batch(self.batch, mode)
-        return StepProbe(copy, self.step, batch, 0, self.form, "fake", mode, self.module)
+        where = "fake", mode, self.module
+        return StepProbe(copy, self.step, batch, 0, self.form, *where, self.experience)
 
     def discover(self, max_share: float, layer_names: Sequence[str] | None) -> LayerGraph:
         """Chooses layers by cost, expands those that leak, and traces them."""
@@ -214,9 +215,10 @@ class StepProbe:
             self._tree if self._tree is self._larger else None
         )  # which may have another call sequence
         watched = self._callable() if tree else ()
+        experience = self.experience if known else Experience()  # notes name the layers
         tracer = Tracer(
-            self.module, self.original, layers, containers, known, fake, watched, self._repeats()
-        )
+            self.module, self.original, layers, containers, known, fake, watched, self._repeats(experience)
+        )  # fmt: skip
         out, returned, tail = self._followed(tracer)
         if tree is not None and tree.names != tracer.names:
             raise _OtherCallsError
@@ -258,6 +260,7 @@ class StepProbe:
             or has_global_backward_hooks()
             or any(map(has_backward_hooks, self.module.modules())),
             batch_writes=frozenset(tracer.provenance.batch_writes),
+            experience=experience,
         )
 
     def _refuse_new_hooks(self) -> None:
@@ -265,8 +268,8 @@ class StepProbe:
 
         Models of transformers put some once and for all, and note it in a private attribute, which stays.
         """
-        (hooks_before, notes_before), (hooks, notes) = self._hooked, _hooks_and_notes(self.module)
-        self._hooked = hooks, notes
+        hooks_before, notes_before = self._hooked or (set(), {})
+        self._hooked = hooks, notes = _hooks_and_notes(self.module)
         more = sorted(hooks - hooks_before)
         recorded = [note for note, is_true in notes.items() if is_true and note not in notes_before]
         if more and not recorded:
@@ -297,6 +300,12 @@ class StepProbe:
 
     def _run(self, around: Callable[[Callable[[], Any]], Any], batch: Any) -> Any:
         """Runs the step inside `around`, whose modes must see operators before the fake mode does."""
+        if self._hooked is None:
+            self._hooked = _hooks_and_notes(self.module)
+            self._counted = [
+                (held, {name: value for name, value in held.items() if type(value) is int})
+                for held in map(vars, self.module.modules())
+            ]
         rng.seed_all(self.seed, host=True)  # also of fake runs: coins fall the same on all ranks
         for held, numbers in self._counted:
             held.update(numbers)
@@ -309,7 +318,7 @@ class StepProbe:
         self, batch: Any, look: Look | None = None, *, has_gradients: bool = True
     ) -> CallTree:
         """Runs the step and records the tree of calls, with what a look at arguments and output of each finds."""
-        tree, names = CallTree(self.module, look, self._repeats()), self._callable()
+        tree, names = CallTree(self.module, look, self._repeats(Experience())), self._callable()
 
         def record(call: Callable[[], Any]) -> Any:
             noticed = gradients_noticed(tree.note_gradients)
@@ -348,9 +357,9 @@ class StepProbe:
             self.__post_init__()
         return None
 
-    def _repeats(self) -> Repeats | None:
+    def _repeats(self, experience: Experience) -> Repeats | None:
         mode = self.fake_mode
-        return None if mode is None else Repeats(self.module, mode, self._callable())
+        return None if mode is None else Repeats(self.module, mode, self._callable(), experience)
 
     def _callable(self) -> list[str]:
         # The original, as copies forget which modules are compiled.
@@ -440,7 +449,10 @@ class StepProbe:
         return dataclasses.replace(graph, layers=tuple(layers))
 
 
-def _hooks_and_notes(root: nn.Module) -> tuple[set[tuple[str, int]], dict[tuple[str, str], bool]]:
+_Hooked = tuple[set[tuple[str, int]], dict[tuple[str, str], bool]]
+
+
+def _hooks_and_notes(root: nn.Module) -> _Hooked:
     """Returns hooks of modules by owner and number, and private attributes with whether they are True."""
     hooks: set[tuple[str, int]] = set()
     notes: dict[tuple[str, str], bool] = {}
@@ -448,7 +460,9 @@ def _hooks_and_notes(root: nn.Module) -> tuple[set[tuple[str, int]], dict[tuple[
         on_outputs = module._forward_hooks, module._forward_pre_hooks
         on_gradients = module._backward_hooks, module._backward_pre_hooks
         hooks |= {(name, key) for key in itertools.chain(*on_outputs, *on_gradients)}
-        notes |= {(name, key): v is True for key, v in vars(module).items() if key[0] == "_"}
+        held = vars(module)
+        own = held.keys() - OF_EVERY_MODULE
+        notes |= {(name, key): held[key] is True for key in own if key[0] == "_"}
     return hooks, notes
 
 

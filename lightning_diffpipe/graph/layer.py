@@ -242,6 +242,7 @@ class LayerGraph:
         batch_writes: Tensors of the batch that the step writes in place, as `pytree.keystr` tells their places.
         form: The parts of the batch it was planned with that have one entry per sample, or the module's own way.
         weighted: The step returns a weight besides its loss.
+        experience: What equal modules gave, for runs before training; see `repeats`.
     """
 
     layers: tuple[Layer, ...]
@@ -274,6 +275,7 @@ class LayerGraph:
     batch_writes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     form: BatchForm | ModuleSplit | None = field(default=None, compare=False, repr=False)
     weighted: bool = False
+    experience: Any = field(default=None, compare=False, repr=False)
 
     @cached_property
     def path(self) -> tuple[int, ...]:

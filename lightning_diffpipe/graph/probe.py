@@ -35,6 +35,7 @@ from lightning_diffpipe.graph.fakes import (
 )
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
 from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.graph.repeats import Experience
 from lightning_diffpipe.graph.side_effects import generators_preserved, is_users
 from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step
 from lightning_diffpipe.graph.trial import untouched
@@ -188,9 +189,14 @@ def _traced(
     layers: Collection[str],
     containers: Collection[str],
     seed: int = 0,
+    experience: Experience | None = None,
 ) -> LayerGraph:
-    """Traces the step of a known graph with other layers; random streams are seeded as in that graph."""
-    subject = StepProbe(root, step, batch, seed, form=graph.form)
+    """Traces the step of a known graph with other layers; random streams are seeded as in that graph.
+
+    `experience` is that of the graph, where nothing can have changed what its modules compute since.
+    """
+    known = experience or Experience()
+    subject = StepProbe(root, step, batch, seed, form=graph.form, experience=known)
     trace = lambda run: run.trace(layers, containers, known=graph)
     return _in_some_mode(_how_known(graph), subject, trace)
 
@@ -303,7 +309,8 @@ def fold(
         key = frozenset(layers), frozenset(expanded), seed
         try:
             if key not in graph.folds:
-                graph.folds[key] = _traced(root, step, batch, graph, layers, expanded, seed)
+                seen = graph.experience
+                graph.folds[key] = _traced(root, step, batch, graph, layers, expanded, seed, seen)
         except LayerLeakError as error:
             expanded |= {error.layer_name}
             continue

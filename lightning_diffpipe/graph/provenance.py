@@ -157,11 +157,9 @@ class Provenance(TorchDispatchMode):
         states = [*original.parameters(), *original.buffers()] if original else ()
         self._originals = set(map(storage_key, states))
         for name, buffer in module.named_buffers():
-            self.set_tags(buffer, self._tags_of(buffer) | {Buffer(name)})
-            self._buffer[storage_key(buffer)] = name
+            self._buffer[self.set_tags(buffer, self._tags_of(buffer) | {Buffer(name)})] = name
         for name, parameter in module.named_parameters():
-            self.set_tags(parameter, self._tags_of(parameter) | {name})
-            self._parameter[storage_key(parameter)] = name
+            self._parameter[self.set_tags(parameter, self._tags_of(parameter) | {name})] = name
 
     def watch_batch(self, batch: Any) -> None:
         """Notes from now on which tensors of a batch are written."""
@@ -169,10 +167,11 @@ class Provenance(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 self._batch[storage_key(leaf)] = pytree.keystr(path)
 
-    def set_tags(self, tensor: Tensor, tags: Iterable[Any]) -> None:
-        """Replaces the tags of a tensor's storage; the weak reference keeps its address unique."""
-        storage = StorageWeakRef(tensor.untyped_storage())
-        self._tags[storage_key(tensor)] = storage, frozenset(tags)
+    def set_tags(self, tensor: Tensor, tags: Iterable[Any]) -> int:
+        """Replaces the tags of a tensor's storage; the weak reference keeps its address unique. Returns its key."""
+        storage, key = StorageWeakRef(tensor.untyped_storage()), storage_key(tensor)
+        self._tags[key] = storage, frozenset(tags)
+        return key
 
     def _tags_of(self, tensor: Tensor) -> frozenset[Any]:
         return self._tags.get(storage_key(tensor), (None, frozenset()))[1]

@@ -19,7 +19,7 @@ import enum
 import types
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -69,6 +69,21 @@ class Known:
     notes: Any
 
 
+@dataclass(frozen=True)
+class Experience:
+    """What calls of equal modules gave, of all copies of a module whose runs one kind of observer has seen.
+
+    Attributes:
+        structures: Numbers of modules, by what they compute by.
+        ran: By call, the first module that ran, and what it gave; None if that says nothing about others.
+        known: By call, what two modules gave.
+    """
+
+    structures: dict[Hashable, int] = field(default_factory=dict)
+    ran: dict[Hashable, tuple[str, Known | None]] = field(default_factory=dict)
+    known: dict[Hashable, Known] = field(default_factory=dict)
+
+
 class Repeats:
     """Recognises calls of modules, of those in `names`, that have run with equal ones in their place.
 
@@ -76,10 +91,14 @@ class Repeats:
         candidates: Names of the modules of which there are others that are equal: outermost ones.
     """
 
-    def __init__(self, root: nn.Module, mode: TrackedFakeMode, names: Collection[str]) -> None:
-        self._mode = mode
-        self._ran: dict[Hashable, tuple[str, Known | None]] = {}  # of the first, by whom
-        self._known: dict[Hashable, Known] = {}
+    def __init__(
+        self,
+        root: nn.Module,
+        mode: TrackedFakeMode,
+        names: Collection[str],
+        experience: Experience,
+    ) -> None:
+        self._mode, self._experience = mode, experience
         self._parents = Counter(id(child) for m in root.modules() for child in m.children())
         self._owners = Counter(
             id(tensor)
@@ -88,7 +107,6 @@ class Repeats:
             for tensor in held.values()
             if tensor is not None
         )
-        self._structures: dict[Hashable, int] = {}
         self._names = {id(module): name for name, module in root.named_modules()}
         self._ids = dict[int, int | None]()
         for module in reversed(list(root.modules())):  # children before those that hold them
@@ -118,7 +136,7 @@ class Repeats:
             return None
         where = torch.is_grad_enabled(), *autocasts(), torch.get_default_dtype()
         key = self._ids[id(module)], str(spec), known, where, more
-        _, ran = self._ran.get(key, (name, ...))
+        _, ran = self._experience.ran.get(key, (name, ...))
         if num_transforms_around() or ran is None:
             return None
         return Call(self, key, name, module, leaves)
@@ -133,7 +151,8 @@ class Repeats:
         except UnlikeError:
             number = None
         else:
-            number = self._structures.setdefault(structure, len(self._structures))
+            known = self._experience.structures
+            number = known.setdefault(structure, len(known))
         self._ids[id(module)] = number
         return number
 
@@ -170,15 +189,15 @@ class Repeats:
 
     def keep(self, key: Hashable, name: str, ran: Known | None) -> None:
         """Keeps what a call of a kind has returned; None if it says nothing about others."""
-        first, before = self._ran.setdefault(key, (name, ran))
+        first, before = self._experience.ran.setdefault(key, (name, ran))
         if ran is None or ran != before:
-            self._ran[key] = name, None
+            self._experience.ran[key] = name, None
         elif first != name:
-            self._known[key] = ran
+            self._experience.known[key] = ran
 
     def known(self, key: Hashable) -> Known | None:
         """Returns what calls of a kind return, if those of two modules have run and agreed."""
-        return self._known.get(key)
+        return self._experience.known.get(key)
 
     def made(self, made: _Made) -> Tensor:
         """Returns a tensor without values."""

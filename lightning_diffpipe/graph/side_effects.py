@@ -410,15 +410,19 @@ def _same(value: Any, other: Any) -> bool:
     return is_plain and type(value) is type(other) and bool(value == other)
 
 
+def _owner(root: nn.Module, name: str) -> Any:
+    """Returns the module or the parameter of a name."""
+    parent, _, last = name.rpartition(".")
+    module = root.get_submodule(parent)
+    parameter = module._parameters.get(last)
+    return module.get_submodule(last) if parameter is None else parameter
+
+
 class Attributes:
     """Some attributes of modules and parameters, to be captured and restored."""
 
     def __init__(self, root: nn.Module, names: Collection[Attribute]) -> None:
-        modules, parameters = dict(root.named_modules()), dict(root.named_parameters())
-        self._places = [
-            (modules[owner] if owner in modules else parameters[owner], name)
-            for owner, name in names
-        ]
+        self._places = [(_owner(root, owner), attribute) for owner, attribute in names]
 
     def capture(self) -> list[Any]:
         """Returns the present values of the attributes."""

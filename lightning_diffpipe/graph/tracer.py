@@ -85,6 +85,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # shapes and types, by far the most
+            return func(*args)
         if name in ("numpy", "tolist", "__array__"):
             self._provenance.value_read(args)
         if name in _PACKED:

@@ -182,7 +182,7 @@ def _attributes_restored(
         if alone or name not in _OF_EVERY_MODULE or name == "_buffers"
     ]
     owners |= {vars(root)[n]: _STATES for n in SHARED_ATTRIBUTES if vars(root).get(n) is not None}
-    kept = [(owner, dict(_copied(vars(owner))), kinds) for owner, kinds in owners.items()]
+    kept = [(owner, _copied(vars(owner)) or {}, kinds) for owner, kinds in owners.items()]
     holders = [(held, _copied(held)) for held in {id(h): h for h in _holders(values)}.values()]
     try:
         yield

@@ -226,6 +226,7 @@ class Subject:
                 agree = turn >= _MIN_ROUNDS and (share >= 1 or all(map(_agree, steps)))
                 if repeats is None and agree:
                     break
+                gc.collect(0)  # activations may hang in cycles
                 for count in tuple(results):
                     self._report(f"{count} samples, run {turn + 1}", min(share, 1.0))
                     try:

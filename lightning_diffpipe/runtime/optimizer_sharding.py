@@ -17,7 +17,7 @@ Source: Rajbhandari et al. (2020), https://arxiv.org/abs/1910.02054
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -177,9 +177,9 @@ def switches_weights(optimizer: Any) -> bool:
 def steps_apart(optimizer: Optimizer) -> bool | None:
     """Returns whether an optimizer steps each parameter by its own gradient alone, and by a copy of it.
 
-    A copy of the optimizer steps small parameters, each of which has another next to it in its group, once with the
-    gradients of all and once without those of the others. Parameters, states, and what the optimizer knows of no
-    parameter in particular, must come out the same to the last bit.
+    A copy of the optimizer steps small parameters, one of each kind in each group with another next to it, once
+    with the gradients of all and once without those of the others. Parameters, states, and what the optimizer knows
+    of no parameter in particular, must come out the same to the last bit.
 
     Returns:
         None if that does not tell: copies cannot be stepped, or draw random numbers.
@@ -207,15 +207,20 @@ def _stepped(optimizer: Optimizer, seed: int, with_others: bool) -> list[Any]:
     Where both are equal, the optimizer updates each parameter by itself, and ranks can share them out.
     """
     small: dict[int, Any] = {}
+    kinds: dict[Hashable, nn.Parameter] = {}  # one parameter stands for all of a kind
     for each in with_wrapped([optimizer]):
-        for tensor in pytree.tree_leaves([group["params"] for group in each.param_groups]):
-            shape = [min(size, _TRIAL_SIZE) for size in tensor.shape]
-            value = torch.ones(shape, dtype=tensor.dtype, device=tensor.device)
-            small.setdefault(id(tensor), nn.Parameter(value))
+        for number, group in enumerate(each.param_groups):
+            for tensor in pytree.tree_leaves(group["params"]):
+                shape = tuple(min(size, _TRIAL_SIZE) for size in tensor.shape)
+                kind = number, shape, tensor.dtype, tensor.device
+                if kind not in kinds:
+                    value = torch.ones(shape, dtype=tensor.dtype, device=tensor.device)
+                    kinds[kind] = nn.Parameter(value)
+                small.setdefault(id(tensor), kinds[kind])
         for tensor in pytree.tree_leaves(list(each.state.values())):
             if isinstance(tensor, Tensor):
                 small[id(tensor)] = tensor[tuple(slice(_TRIAL_SIZE) for _ in tensor.shape)].clone()
-    observed = [value for value in small.values() if isinstance(value, nn.Parameter)]
+    observed = list(kinds.values())
     trial = object.__new__(type(optimizer))
     # A deep copy of the optimizer itself has groups and states only. Its own `step` is a scheduler's, and steps the
     # original.
@@ -228,6 +233,7 @@ def _stepped(optimizer: Optimizer, seed: int, with_others: bool) -> list[Any]:
     # Wrappers share lists and states with what they wrap.
     groups = [group for each in optimizers for group in each.param_groups]
     for members in {id(group["params"]): group["params"] for group in groups}.values():
+        members[:] = dict.fromkeys(members)
         members += [others[id(parameter)] for parameter in members]
     for states in {id(each.state): each.state for each in optimizers}.values():
         beside = {others[id(p)]: state for p, state in states.items() if id(p) in others}

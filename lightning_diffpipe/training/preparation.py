@@ -35,6 +35,7 @@ from lightning_diffpipe.comm.rendezvous import (
 from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import DiffPipeError, GraphError, raised_by_all
 from lightning_diffpipe.graph.chains import find_chains
+from lightning_diffpipe.graph.fakes import kept_young
 from lightning_diffpipe.graph.forms import MOST_FORMS, Forms, names_of, survey
 from lightning_diffpipe.graph.layer import LayerGraph, other_calls
 from lightning_diffpipe.graph.probe import probe, probe_named
@@ -61,6 +62,7 @@ _NUM_PROBED_SAMPLES = 2
 _TIMING_S, _TOLD_S = 1.0, 0.05
 
 
+@kept_young()
 def prepare(
     module: nn.Module,
     step: Step,
