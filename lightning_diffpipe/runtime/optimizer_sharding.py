@@ -17,7 +17,7 @@ Source: Rajbhandari et al. (2020), https://arxiv.org/abs/1910.02054
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,6 @@ from lightning_diffpipe.runtime.reduction import MOST_UNDER_WAY, buckets_of
 
 _TRIAL_SIZE = 8  # of every dimension
 _TRIAL_SCALES = (1e-3, 1e3, *[1.0] * 4)  # of gradients: below and above bounds of their norms
-# Seeds, and whether the other parameters have gradients.
-_TRIALS = ((0, True), (1, True), (0, False))
 
 
 def stepping_ranks(
@@ -92,12 +90,15 @@ class OptimizerSharding:
         for key in members.keys() - stepped:  # some have states from the start, such as Adagrad
             optimizer.state.pop(members[key], None)
         set_aside: list[Tensor | None] = []
+        stepped_by = set[tuple[int, ...]]()
 
         def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
             closure = kwargs.get("closure") or next(iter(args[1:]), None)
 
             def computed() -> Any:
                 loss = closure() if closure else None
+                have_gradients = (n for n, p in named.items() if p.grad is not None)
+                stepped_by.update(self._holders[name] for name in have_gradients)
                 set_aside[:] = [parameter.grad for parameter in foreign]
                 for parameter in foreign:
                     parameter.grad = None
@@ -108,7 +109,8 @@ class OptimizerSharding:
         def after(*_: Any) -> None:
             for parameter, gradient in zip(foreign, set_aside, strict=True):
                 parameter.grad = gradient
-            self._send_on(named)
+            self._send_on(named, stepped_by)
+            stepped_by.clear()
 
         first = optimizer.register_step_pre_hook(before)
         last = optimizer.register_step_post_hook(after)
@@ -120,13 +122,14 @@ class OptimizerSharding:
         return detach
 
     @torch.no_grad()
-    def _send_on(self, named: Mapping[str, nn.Parameter]) -> None:
+    def _send_on(
+        self, named: Mapping[str, nn.Parameter], stepped: Collection[tuple[int, ...]]
+    ) -> None:
         """Gives stepped parameters to all ranks that hold them.
 
-        Those of holders none of whose parameters has a gradient, which they agree on, stay: without a flush
+        Those of holders none of whose parameters had a gradient, which they agree on, stay: without a flush
         Lightning's own steps have none, and forwards under way need the weights.
         """
-        stepped = {self._holders[name] for name, p in named.items() if p.grad is not None}
         shared = {n: h for n in named if len(h := self._holders[n]) > 1 and h in stepped}
         routes = {name: (self.ranks[name], *ranks) for name, ranks in shared.items()}
         under_way: deque[tuple[Work, Tensor, list[nn.Parameter]]] = deque()
@@ -184,11 +187,25 @@ def steps_apart(optimizer: Optimizer) -> bool | None:
     Returns:
         None if that does not tell: copies cannot be stepped, or draw random numbers.
     """
+    return same_steps(optimizer, with_others=False)
+
+
+def same_steps(optimizer: Optimizer, **way: Any) -> bool | None:
+    """Returns whether small parameters and states come out the same if copies of an optimizer step another way.
+
+    Args:
+        optimizer: Stays as it is.
+        way: What is other, see `_stepped`.
+
+    Returns:
+        None if that does not tell: copies cannot be stepped, or draw random numbers.
+    """
     try:
-        together, again, apart = (_stepped(optimizer, *each) for each in _TRIALS)
+        usual, again = _stepped(optimizer, 0), _stepped(optimizer, 1)
+        other = _stepped(optimizer, 0, **way)
     except Exception:  # of whichever kind: it is somebody else's
         return None
-    return None if not _equal(together, again) else _equal(together, apart)
+    return None if not _equal(usual, again) else _equal(usual, other)
 
 
 def _equal(some: list[Any], others: list[Any]) -> bool:
@@ -197,14 +214,24 @@ def _equal(some: list[Any], others: list[Any]) -> bool:
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
+        return torch.equal(one.cpu(), other.cpu())
     return bool(one == other) or callable(one)  # functions were copied, if they are bound
 
 
-def _stepped(optimizer: Optimizer, seed: int, with_others: bool) -> list[Any]:
-    """Returns small parameters and their states after trial steps, with gradients of other parameters or without.
+def _stepped(
+    optimizer: Optimizer,
+    seed: int,
+    with_others: bool = True,
+    attach: Callable[[Optimizer], Callable[[], None]] | None = None,
+) -> list[Any]:
+    """Returns small parameters and their states after trial steps of a copy of an optimizer.
 
-    Where both are equal, the optimizer updates each parameter by itself, and ranks can share them out.
+    Args:
+        optimizer: Of which a copy is made.
+        seed: Of random numbers.
+        with_others: Whether other parameters have gradients; if that makes no difference, the optimizer updates
+            each parameter by itself, and ranks can share them out.
+        attach: Puts hooks of the copy's steps, and returns what removes them.
     """
     small: dict[int, Any] = {}
     for each in with_wrapped([optimizer]):
@@ -235,10 +262,12 @@ def _stepped(optimizer: Optimizer, seed: int, with_others: bool) -> list[Any]:
     with isolated_random_numbers(seed), torch.compiler.set_stance("force_eager"):
         if switches_weights(trial):
             trial.train()  # type: ignore[attr-defined]
+        detach = attach(trial) if attach else lambda: None
         for scale in _TRIAL_SCALES:
             closure = partial(_give_gradients, scale, observed, others.values(), with_others)
             closure()
             trial.step(closure)
+        detach()
     known = list[Any]()
     for each in optimizers:
         known += [each.state.get(parameter) for parameter in observed]

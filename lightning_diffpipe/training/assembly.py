@@ -38,6 +38,7 @@ from lightning_diffpipe.profiling.state import placed, tree_to
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, microbatches
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
+from lightning_diffpipe.runtime.optimizer_offload import OptimizerOffload
 from lightning_diffpipe.runtime.optimizer_sharding import OptimizerSharding, stepping_ranks
 from lightning_diffpipe.runtime.ownership import (
     held_for_all_batches,
@@ -142,7 +143,7 @@ def assemble(
         return Pipeline(
             module, plan, graph, mesh, engine, residents, owners, trained, untrained, watch, seed,
             interception, RelayView(module, interception, owners, RelayChannel(mesh)),
-            _sharding(plan, mesh, named, trained, holders),
+            _sharding(plan, mesh, named, trained, holders), _offload(plan, unfolded, trained, mesh),
             offloaded=from_host, later={name: named[name] for name in later},
         )  # fmt: skip
 
@@ -176,6 +177,20 @@ def _sharding(
         return None
     sizes = {name: named[name].numel() * named[name].element_size() for name in holders}
     return OptimizerSharding(mesh, trained, holders, stepping_ranks(sizes, holders))
+
+
+def _offload(
+    plan: PipelinePlan, graph: LayerGraph, trained: Mapping[str, nn.Parameter], mesh: Mesh
+) -> OptimizerOffload | None:
+    """Returns what keeps optimizer states in host memory, by the layers of the plan, if it says so."""
+    if plan.options.optimizer_offload != "all":
+        return None
+    left = dict(trained)
+    layers = [
+        [left.pop(name) for name in sorted(layer.parameters & left.keys())]
+        for layer in graph.layers
+    ]
+    return OptimizerOffload(layers, mesh.device)
 
 
 def _engine(

@@ -98,6 +98,12 @@ def numbers(plan: PipelinePlan) -> str:
         lines.append("encoders      in memory before training only (encode_first)")
     if plan.options.shard_optimizer is True:
         lines.append("optimizer     the ranks that hold a stage share its state")
+    for rank, num_bytes in enumerate(planned.offloaded_bytes):
+        copies = seconds(plan.costs.offload_s[rank]) if plan.costs else "?"
+        lines.append(
+            f"optimizer     rank {rank} has {size(num_bytes)} of states in host memory, and copies them to the "
+            f"device and back in {copies} a step"
+        )
     for rank, num_bytes in enumerate(planned.streamed_bytes):
         if num_bytes:
             copied = planned.copied_bytes[rank], planned.copied_s[rank]

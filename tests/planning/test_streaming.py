@@ -280,6 +280,6 @@ def test_hosts_have_room_for_what_is_streamed():
     assert plans[0].planned.streamed_bytes == (800,)
     assert plans[2].planned.iteration_s > plans[0].planned.iteration_s
     with pytest.raises(
-        PlanError, match="what is streamed then does not fit into 400 bytes a host; "
+        PlanError, match="what is copied from hosts then does not fit into 400 bytes of each; "
     ):
         find_plan(EIGHT, Cluster(2, **limits, host_memory_bytes=400), options)
