@@ -8,6 +8,7 @@ profile; their JSON has one row for each size of microbatch, not for each microb
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -333,9 +334,11 @@ class CostModel:
         return self.optimizer_bytes_factor / (num_holders if self.shards_optimizer else 1)
 
     @_remembered
-    def layer_state_bytes_from(self, first: int) -> tuple[float, ...]:
-        """Returns bytes of the largest layer's optimizer state of stages from this layer on, by where they stop."""
-        each = (self._states_factor(1) * x.gradient_bytes for x in self.backbone.layers[first:])
+    def parameter_state_bytes_from(self, first: int) -> tuple[float, ...]:
+        """Returns bytes of the largest parameter's state of stages from this layer on, by where they stop."""
+        layers = self.backbone.layers[first:]
+        largest = (min(x.largest_gradient_bytes or math.inf, x.gradient_bytes) for x in layers)
+        each = (self._states_factor(1) * num_bytes for num_bytes in largest)
         return (0.0,) * first + tuple(accumulate(each, max, initial=0.0))
 
     def _sum_bytes(self, run: LayerRun, name: str) -> int:

@@ -18,7 +18,7 @@ _EXPECTED, _UNDER_WAY = 2, 3
 NUM_SLOTS = 2
 """Slots of a rank for streamed layers, as large as its largest one: one runs while the next one is copied.
 
-Likewise for optimizer states that lie in host memory: one layer's are stepped while the next ones are copied.
+Likewise for optimizer states that lie in host memory, as large as those of the largest parameter.
 """
 
 
@@ -222,7 +222,7 @@ def slot_bytes(model: CostModel, run: LayerRun) -> int:
 
 def state_slot_bytes(model: CostModel, runs: Sequence[LayerRun]) -> float:
     """Returns bytes of the slots of a rank for optimizer states that lie in host memory."""
-    largest = max(model.layer_state_bytes_from(run.first)[run.stop] for run in runs)
+    largest = max(model.parameter_state_bytes_from(run.first)[run.stop] for run in runs)
     return min(NUM_SLOTS * largest, sum(map(model.state_bytes, runs)))
 
 

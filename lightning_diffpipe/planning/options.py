@@ -56,7 +56,7 @@ class PlanOptions:
         streaming: Of which layers the frozen weights lie in host memory, and are copied to the device for each run
             (see `streaming.py`): `none`; `all`; `auto`: those without which no plan would fit, also with
             recomputed layers, which all of these are.
-        optimizer_offload: Whether optimizer states lie in host memory, and come to the device for a layer at a time
+        optimizer_offload: Whether optimizer states lie in host memory, and come to the device bucket by bucket
             when they are stepped: `none`; `all`; `auto`: where no plan would fit without.
         encode_first: What encoders give is stored before training (`EncodingCache`), and they leave memory.
 

@@ -119,6 +119,7 @@ class LayerProfile:
         name: Dotted name of the module, or several joined by `+`.
         weight_gradient_s: The part of the backward that only makes weight gradients; None if not measured.
         gradient_bytes: Bytes of its gradients: 0 for a frozen layer within the gradient path.
+        largest_gradient_bytes: Bytes of the largest of its gradients; 0 if unknown.
         boundary_bytes_per_sample: Bytes of every tensor that is alive across a cut after it.
         activation_bytes_per_sample: Bytes kept for the backward.
         flops_per_sample: Operations of its forward: those of matrix products, convolutions and attention,
@@ -141,6 +142,7 @@ class LayerProfile:
     weight_gradient_s: Seconds | None = None
     parameter_bytes: int = 0
     gradient_bytes: int = 0
+    largest_gradient_bytes: int = 0
     boundary_bytes_per_sample: int = 0
     activation_bytes_per_sample: int = 0
     flops_per_sample: int = 0

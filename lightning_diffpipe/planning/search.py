@@ -7,8 +7,10 @@ Cuts are searched by `cut_search.py`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -123,7 +125,7 @@ def _within_memory(
     """Returns plans that fit into memory, the best of which are those with less work if they fit.
 
     Where they do not, fewer ranks hold the encoders, ranks share optimizer states, or layers are recomputed; where
-    all of that does not help, optimizer states lie in host memory; else layers are streamed; else both.
+    all of that does not help, optimizer states lie in host memory, or layers are streamed; else both.
     """
     if cluster.memory_bytes is None:
         return _plans(profile, cluster, options, below_s, until_s)
@@ -139,17 +141,23 @@ def _within_memory(
     recomputing = _Savings(_may_recompute(profile, options))
     may_stream = options.streaming == "auto" and options.checkpointing != "none"
     streaming = recomputing._replace(streamed=streamable(profile) if may_stream else frozenset())
-    first: list[Plans] = [_plans, partial(_saving_where_needed, most=recomputing)]
-    last: list[Plans] = [partial(_saving_where_needed, most=streaming)]
+    first: Sequence[Plans] = [_plans, partial(_saving_where_needed, most=recomputing)]
+    last: Sequence[Plans] = [partial(_saving_where_needed, most=streaming)][
+        : len(streaming.streamed)
+    ]
+    offload = offload_choices(model, options)
+
+    def tries(where: str, ways: Sequence[Plans]) -> list[tuple[PlanOptions, Plans]]:
+        wishes = [replace(each, optimizer_offload=where) for each in choices if where in offload]
+        return list(itertools.product(wishes, ways))
+
     plans = list[PipelinePlan]()
-    for ways in (first, last if streaming.streamed else []):
-        for offload in offload_choices(model, options):
-            for wishes in () if plans else choices:
-                for find in ways:
-                    best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
-                    wish = replace(wishes, optimizer_offload=offload)
-                    found = find(profile, cluster, wish, best_s, until_s)
-                    plans += [plan for plan in found if _fits_hosts(plan, cluster)]
+    cheapest, both = tries("none", first), tries("all", last)
+    for ways in (cheapest, tries("all", first) + tries("none", last), both):
+        for wishes, find in () if plans else ways:
+            best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
+            found = find(profile, cluster, wishes, best_s, until_s)
+            plans += [plan for plan in found if _fits_hosts(plan, cluster)]
     return plans
 
 

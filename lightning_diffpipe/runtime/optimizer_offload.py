@@ -1,21 +1,22 @@
-"""Optimizer states in host memory, on the device only while the parameters of their layer are stepped.
+"""Optimizer states in host memory, on the device only while their parameters are stepped.
 
 AdamW's two moments take twice as much as the gradients. They are needed once a step, when no activations are left:
 
-    copies to the device | 0 | 1 | 2     | 3     |              layers 0 to 3
+    copies to the device | 0 | 1 | 2     | 3     |              buckets of parameters 0 to 3
     steps                    | 0 |   | 1 |   | 2 |   | 3 |
     copies to the host           | 0     | 1     | 2     | 3 |
 
-So the user's own optimizer steps once for each layer, while the gradients of all others are set aside. Optimizers
-leave parameters without a gradient alone (decision 0044). States of two layers at most are on the device at a time:
-those that are stepped or on their way back, and the next ones. Values are those of a step of all parameters, to the
-last bit, if the optimizer treats each by itself and counts no steps of its own, as steps of small copies tell.
+So the user's own optimizer steps once for each bucket, while the gradients of all others are set aside. Optimizers
+leave parameters without a gradient alone (decision 0044). States of two buckets at most are on the device at a
+time: those that are stepped or on their way back, and the next ones. Values are those of a step of all parameters, to
+the last bit, if the optimizer treats each by itself and counts no steps of its own, as steps of small copies tell.
 
 Source:
     Ren et al. (2021), https://arxiv.org/abs/2101.06840 (ZeRO-Offload), which steps on the host instead.
 """
 
 import contextlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
+from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.versions import plain_tensors
 from lightning_diffpipe.runtime.optimizer_sharding import (
     same_steps,
@@ -42,18 +44,19 @@ Parameters = Sequence[nn.Parameter]
 class OptimizerOffload:
     """Keeps the states of a rank's optimizers in host memory between their steps.
 
+    A bucket is as large as the largest parameter of its optimizer on this rank.
+
     Args:
-        layers: Trained parameters of this rank whose states are on the device together. A parameter of an optimizer
-            that is in none is stepped alone.
         device: Where the parameters are.
+        one_by_one: Every parameter has a bucket of its own.
 
     Attributes:
         num_bytes_copied: Bytes copied so far, to the device and back.
         peak_bytes: Most bytes of states that were on the device at a time in a step.
     """
 
-    def __init__(self, layers: Iterable[Parameters], device: torch.device) -> None:
-        self._layers, self._device = [*map(tuple, layers)], device
+    def __init__(self, device: torch.device, one_by_one: bool = False) -> None:
+        self._device, self._one_by_one = device, one_by_one
         self.num_bytes_copied = self.peak_bytes = 0
         self._hosts: dict[int, Tensor] = {}  # where a state on the device comes from, by its id
         self._leaving: list[Tensor] = []  # on the device until `_left`
@@ -64,9 +67,9 @@ class OptimizerOffload:
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
         """Moves an optimizer's states to the host, but for its steps; returns what undoes the latter."""
-        layers, gradients = self._layers_of(optimizer), dict[nn.Parameter, Tensor]()
-        for layer in layers:  # some have states from the start, such as Adagrad
-            self._leave(optimizer, layer)
+        buckets, gradients = self._buckets_of(optimizer), dict[nn.Parameter, Tensor]()
+        for bucket in buckets:  # some have states from the start, such as Adagrad
+            self._leave(optimizer, bucket)
         self._rest()
         last: Parameters = ()
 
@@ -76,11 +79,11 @@ class OptimizerOffload:
             def computed() -> Any:
                 nonlocal last
                 loss = closure() if closure else None
-                trained = {p: p.grad for layer in layers for p in layer if p.grad is not None}
+                trained = {p: p.grad for bucket in buckets for p in bucket if p.grad is not None}
                 gradients.update(trained)
                 for parameter in trained:
                     parameter.grad = None
-                last = self._step_all_but_last(optimizer, layers, gradients)
+                last = self._step_all_but_last(optimizer, buckets, gradients)
                 return loss
 
             return (args[:1], {**kwargs, "closure": computed}) if closure else computed()
@@ -104,53 +107,60 @@ class OptimizerOffload:
         return detach
 
     def load(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Gives an optimizer a state dict; states pass through the device, where torch wants them, by layer."""
+        """Gives an optimizer a state dict; a bucket at a time is on the device, where torch loads it."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         numbers, loaded = {p: n for n, p in enumerate(parameters)}, dict[nn.Parameter, Any]()
-        for layer in self._layers_of(optimizer):
-            some = {n: state["state"][n] for p in layer if (n := numbers[p]) in state["state"]}
+        for bucket in self._buckets_of(optimizer):
+            some = {n: state["state"][n] for p in bucket if (n := numbers[p]) in state["state"]}
             optimizer.load_state_dict({**state, "state": some})
-            self._leave(optimizer, layer)
+            self._leave(optimizer, bucket)
             self._rest()
-            loaded |= {p: optimizer.state[p] for p in layer if p in optimizer.state}
+            loaded |= {p: optimizer.state[p] for p in bucket if p in optimizer.state}
         optimizer.state.update(loaded)
 
-    def _layers_of(self, optimizer: Optimizer) -> list[Parameters]:
-        left = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
-        layers = [tuple(p for p in layer if p in left) for layer in self._layers]
-        for parameter in (p for layer in layers for p in layer):
-            del left[parameter]
-        return [*filter(None, layers), *((parameter,) for parameter in left)]
+    def _buckets_of(self, optimizer: Optimizer) -> list[Parameters]:
+        members = (p for group in optimizer.param_groups for p in group["params"])
+        parameters = [parameter for parameter in members if not is_placeholder(parameter)]
+        largest = max((parameter.nbytes for parameter in parameters), default=0)
+        most = 0 if self._one_by_one else largest
+        buckets, num_bytes = list[list[nn.Parameter]](), math.inf
+        for parameter in parameters:
+            num_bytes += parameter.nbytes
+            if num_bytes > most:
+                buckets.append([])
+                num_bytes = parameter.nbytes
+            buckets[-1].append(parameter)
+        return buckets
 
     def _step_all_but_last(
         self,
         optimizer: Optimizer,
-        layers: Iterable[Parameters],
+        buckets: Iterable[Parameters],
         gradients: Mapping[nn.Parameter, Tensor],
     ) -> Parameters:
-        """Steps layer by layer; returns the last one, with states and gradients, which the step under way takes."""
-        trained = [layer for layer in layers if any(p in gradients for p in layer)]
+        """Steps bucket by bucket; returns the last one, with states and gradients, for the step under way."""
+        trained = [bucket for bucket in buckets if any(p in gradients for p in bucket)]
         if not trained:
             return ()
         arrived = self._bring(optimizer, trained[0])
-        for layer, following in pairwise(trained):
+        for bucket, following in pairwise(trained):
             coming = self._bring(optimizer, following)
             arrived()
-            for parameter in layer:
+            for parameter in bucket:
                 parameter.grad = gradients.get(parameter)
             with _hooks_off(optimizer):
                 type(optimizer).step(optimizer)  # that of the object counts for its scheduler
-            for parameter in layer:
+            for parameter in bucket:
                 parameter.grad = None
-            self._leave(optimizer, layer)
+            self._leave(optimizer, bucket)
             arrived = coming
         arrived()
         for parameter in trained[-1]:
             parameter.grad = gradients.get(parameter)
         return trained[-1]
 
-    def _bring(self, optimizer: Optimizer, layer: Parameters) -> Callable[[], Any]:
-        """Begins to copy states of a layer to the device, when those before the last have left it."""
+    def _bring(self, optimizer: Optimizer, bucket: Parameters) -> Callable[[], Any]:
+        """Begins to copy states of a bucket to the device, when those before the last have left it."""
         self._free()
         pairs = list[tuple[Tensor, Tensor]]()
 
@@ -162,12 +172,12 @@ class OptimizerOffload:
             pairs.append((here, host))
             return here
 
-        _replace(optimizer, layer, arriving)
+        _replace(optimizer, bucket, arriving)
         self._count(here for here, _ in pairs)
         return self._begin(pairs, 0)
 
-    def _leave(self, optimizer: Optimizer, layer: Parameters) -> None:
-        """Begins to copy states of a layer to the host: to where they were, or to new memory."""
+    def _leave(self, optimizer: Optimizer, bucket: Parameters) -> None:
+        """Begins to copy states of a bucket to the host: to where they were, or to new memory."""
         pairs, new = list[tuple[Tensor, Tensor]](), list[Tensor]()
 
         def leaving(here: Any) -> Any:
@@ -181,7 +191,7 @@ class OptimizerOffload:
             pairs.append((host, here))
             return host
 
-        _replace(optimizer, layer, leaving)
+        _replace(optimizer, bucket, leaving)
         self._count(new)
         self._free()
         self._leaving = [here for _, here in pairs]
@@ -237,7 +247,7 @@ def may_be_offloaded(optimizer: Optimizer) -> bool:
     if switches_weights(optimizer):
         return False
     device = optimizer.param_groups[0]["params"][0].device
-    return same_steps(optimizer, attach=OptimizerOffload((), device).attach) is True
+    return same_steps(optimizer, attach=OptimizerOffload(device, one_by_one=True).attach) is True
 
 
 def _is_moved(value: Any, source: torch.device) -> bool:
@@ -246,10 +256,10 @@ def _is_moved(value: Any, source: torch.device) -> bool:
     return is_state and value.dim() > 0 and value.device.type == source.type
 
 
-def _replace(optimizer: Optimizer, layer: Parameters, change: Callable[[Any], Any]) -> None:
+def _replace(optimizer: Optimizer, bucket: Parameters, change: Callable[[Any], Any]) -> None:
     """Puts other values into the states of parameters, of wrapped optimizers as well."""
     for each in with_wrapped([optimizer]):
-        for parameter in layer:
+        for parameter in bucket:
             if parameter in each.state:
                 state = each.state[parameter]
                 state.update(pytree.tree_map(change, dict(state)))

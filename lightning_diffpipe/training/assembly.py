@@ -143,7 +143,8 @@ def assemble(
         return Pipeline(
             module, plan, graph, mesh, engine, residents, owners, trained, untrained, watch, seed,
             interception, RelayView(module, interception, owners, RelayChannel(mesh)),
-            _sharding(plan, mesh, named, trained, holders), _offload(plan, unfolded, trained, mesh),
+            _sharding(plan, mesh, named, trained, holders),
+            OptimizerOffload(mesh.device) if plan.options.optimizer_offload == "all" else None,
             offloaded=from_host, later={name: named[name] for name in later},
         )  # fmt: skip
 
@@ -177,20 +178,6 @@ def _sharding(
         return None
     sizes = {name: named[name].numel() * named[name].element_size() for name in holders}
     return OptimizerSharding(mesh, trained, holders, stepping_ranks(sizes, holders))
-
-
-def _offload(
-    plan: PipelinePlan, graph: LayerGraph, trained: Mapping[str, nn.Parameter], mesh: Mesh
-) -> OptimizerOffload | None:
-    """Returns what keeps optimizer states in host memory, by the layers of the plan, if it says so."""
-    if plan.options.optimizer_offload != "all":
-        return None
-    left = dict(trained)
-    layers = [
-        [left.pop(name) for name in sorted(layer.parameters & left.keys())]
-        for layer in graph.layers
-    ]
-    return OptimizerOffload(layers, mesh.device)
 
 
 def _engine(

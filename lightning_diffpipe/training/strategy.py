@@ -123,8 +123,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             steps some of its parameters and sends them to the others, half as much again as to sum gradients.
             `"auto"`: where the plan would not fit otherwise, of ready-made modules (`Optimization`); optimizers of
             others are made when the plan is there.
-        optimizer_offload: Optimizer states lie in host memory, pinned for GPUs, and come to the device for a layer
-            at a time when the optimizer steps: `"none"`; `"all"`; `"auto"`: where no plan would fit without, also
+        optimizer_offload: Optimizer states lie in host memory, pinned for GPUs, and come to the device bucket
+            by bucket when the optimizer steps: `"none"`; `"all"`; `"auto"`: where no plan would fit without, also
             with recomputed layers and fewer encoders, of ready-made modules as above. Refused for optimizers that
             step parameters by each other's gradients, count their steps, or change weights in between.
         plan: A plan, or the path of one, to follow instead of searching. What is set above and is not

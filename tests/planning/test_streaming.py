@@ -272,6 +272,7 @@ def test_bad_input():
 def test_hosts_have_room_for_what_is_streamed():
     """Two copies of the model would stream more than two halves of it, and be faster."""
     options, limits = PlanOptions(4), {"memory_bytes": 600, "host_bytes_per_s": 1e3}
+    options = replace(options, optimizer_offload="none")
     plans = [
         find_plan(EIGHT, Cluster(2, **limits, host_memory_bytes=host), options)
         for host in (None, 1600, 1599)
