@@ -8,8 +8,9 @@ AdamW's two moments take twice as much as the gradients. They are needed once a 
 
 So the user's own optimizer steps once for each bucket, while the gradients of all others are set aside. Optimizers
 leave parameters without a gradient alone (decision 0044). States of two buckets at most are on the device at a
-time: those that are stepped or on their way back, and the next ones. Values are those of a step of all parameters, to
-the last bit, if the optimizer treats each by itself and counts no steps of its own, as steps of small copies tell.
+time: those that are stepped or on their way back, and the next ones. Values are those of a step of all parameters,
+to the last bit, if the optimizer treats each by itself and counts no steps of its own, as trials of small copies
+tell.
 
 Source:
     Ren et al. (2021), https://arxiv.org/abs/2101.06840 (ZeRO-Offload), which steps on the host instead.
