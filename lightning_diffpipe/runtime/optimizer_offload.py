@@ -243,9 +243,9 @@ class OptimizerOffload:
 def may_be_offloaded(optimizer: Optimizer) -> bool:
     """Returns whether an optimizer's steps stay the same with states in host memory, by steps of small copies.
 
-    Those that change weights between steps do it with their states.
+    Those that change weights between steps do it with their states; `sum_over_ranks` adds up over parameters.
     """
-    if switches_weights(optimizer):
+    if switches_weights(optimizer) or hasattr(optimizer, "sum_over_ranks"):
         return False
     device = optimizer.param_groups[0]["params"][0].device
     return same_steps(optimizer, attach=OptimizerOffload(device, one_by_one=True).attach) is True

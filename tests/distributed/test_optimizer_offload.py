@@ -14,6 +14,7 @@ from lightning_diffpipe.modules import Optimization, Prodigy
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
+    build,
     fit,
     quick_strategy,
     quiet_trainer,
@@ -123,7 +124,7 @@ def test_files_are_the_same_and_go_on_with_states_on_either_side(strategy, tmp_p
 
 def fit_freely(rank, where):
     """PipeDream, whose ranks step by themselves while other batches are under way."""
-    module, watch = TinyDiffusion().double(), Watch()
+    module, watch = build(Settings()), Watch()
     strategy = quick_strategy(num_stages=2, schedule="pipedream", optimizer_offload=where)
     trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[watch], max_epochs=2)
     trainer.fit(module, datamodule=Data())
@@ -178,7 +179,7 @@ def test_states_leave_by_themselves_where_memory_is_short_and_the_optimizer_is_k
 
 def refused(rank):
     strategy = quick_strategy(num_microbatches=2, optimizer_offload="all", **STAGES)
-    module = ReadyMade(Prodigy)
+    module = ReadyMade(partial(Prodigy, lr=1.0))
     quiet_trainer(devices=2, strategy=strategy).fit(module.double(), datamodule=Data())
 
 
