@@ -260,11 +260,8 @@ class StageNeeds:
                 again = (recomputed_bytes(model, r, waiting) + slot_bytes(model, r) for r in runs)
                 needs = [need + more for need, more in zip(needs, again, strict=True)]
             if model.offloads_optimizer:
-                least = load.resident + load.beside - resident[first]
-                states = (state_slot_bytes(model, [LayerRun(first, stop)]) for stop in stops)
-                pairs = zip(stops, states, strict=True)
-                slots = (least + resident[stop] + num_bytes for stop, num_bytes in pairs)
-                needs = list(map(max, needs, slots))
+                slots = (state_slot_bytes(model, [LayerRun(first, stop)]) for stop in stops)
+                needs = [need + more for need, more in zip(needs, slots, strict=True)]
             if load.read or load.made:
                 alone = load.resident + load.made - resident[first]
                 of_sample = model.read_bytes_from(first)

@@ -37,7 +37,6 @@ from lightning_diffpipe.planning.memory import (
     peak_memory_bytes,
     peak_samples_of,
     rank_bytes,
-    state_slot_bytes,
 )
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, Stage, minimax_cuts
@@ -360,19 +359,10 @@ class Evaluator:
         return tuple(b + self._version_bytes(proposal, rank) for rank, b in enumerate(peaks))
 
     def _version_bytes(self, proposal: Proposal, rank: int) -> int:
-        """Returns bytes of earlier weights that a rank stores; only what is trained has versions.
-
-        Without a flush, slots for optimizer states count besides.
-        """
+        """Returns bytes of earlier weights that a rank stores; only what is trained has versions."""
         pipeline, runs = self.frame(proposal).pipeline, self.runs(proposal)
         held = sum(self.calls.gradient_bytes(runs[s]) for s in pipeline.placement.stages_of(rank))
-        num_bytes: float = (pipeline.weight_versions(rank) - 1) * held
-        if (
-            pipeline.runs_free and self.calls.offloads_optimizer
-        ):  # activations are there when it steps
-            own = [runs[stage] for stage in pipeline.placement.stages_of(rank)]
-            num_bytes += state_slot_bytes(self.calls, own)
-        return round(num_bytes)
+        return round((pipeline.weight_versions(rank) - 1) * held)
 
     def fits(self, proposal: Proposal) -> bool:
         """Returns whether every rank has enough memory; cheap for cuts that share stages with earlier ones."""

@@ -200,8 +200,8 @@ def rank_bytes(
     if model.recomputes:
         kept += max(recomputed_bytes(model, runs[s], waiting) for s, waiting in peak.items())
         kept += max(slot_bytes(model, runs[stage]) for stage in peak)
-    if model.offloads_optimizer:  # no activations are left when optimizers step
-        kept = max(kept, state_slot_bytes(model, [runs[stage] for stage in peak]))
+    if model.offloads_optimizer:
+        kept += state_slot_bytes(model, [runs[stage] for stage in peak])
     if load is None:  # there are no encoders
         return round(resident + kept)
     beside, alone = load.num_bytes(model, runs)

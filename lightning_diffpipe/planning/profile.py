@@ -119,7 +119,6 @@ class LayerProfile:
         name: Dotted name of the module, or several joined by `+`.
         weight_gradient_s: The part of the backward that only makes weight gradients; None if not measured.
         gradient_bytes: Bytes of its gradients: 0 for a frozen layer within the gradient path.
-        largest_gradient_bytes: Bytes of the largest of its gradients; 0 if unknown.
         boundary_bytes_per_sample: Bytes of every tensor that is alive across a cut after it.
         activation_bytes_per_sample: Bytes kept for the backward.
         flops_per_sample: Operations of its forward: those of matrix products, convolutions and attention,
@@ -130,6 +129,7 @@ class LayerProfile:
         input_bytes_per_sample: Bytes of the inputs that no earlier layer reads: what stays of the activations where
             the backward computes them again. None where it may not, or that is unknown.
         streamable_bytes: Bytes of those of its parameters that are frozen, and that nothing else reads.
+        largest_gradient_bytes: Bytes of the largest of its gradients; 0 if unknown.
         uncheckpointed: The layer as it is without activation checkpointing, where the backward recomputes its
             activations; see `recomputation.py`.
         streamed_bytes: Bytes of its parameters that are copied from host memory for each run, and do not count as
@@ -142,7 +142,6 @@ class LayerProfile:
     weight_gradient_s: Seconds | None = None
     parameter_bytes: int = 0
     gradient_bytes: int = 0
-    largest_gradient_bytes: int = 0
     boundary_bytes_per_sample: int = 0
     activation_bytes_per_sample: int = 0
     flops_per_sample: int = 0
@@ -150,6 +149,7 @@ class LayerProfile:
     gradient: bool = True
     input_bytes_per_sample: int | None = None
     streamable_bytes: int = 0
+    largest_gradient_bytes: int = 0
     uncheckpointed: LayerProfile | None = field(default=None, metadata={"never": True})
     streamed_bytes: int = stored(0, never=True)
 
