@@ -72,9 +72,13 @@ class OptimizerOffload:
         for bucket in buckets:  # some have states from the start, such as Adagrad
             self._leave(optimizer, bucket)
         self._rest()
-        last: Parameters = ()
+        last, depth = tuple[nn.Parameter, ...](), 0
 
         def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            if depth > 1:  # `step` of a class calls that of its base, which has the same hooks
+                return None
             closure = kwargs.get("closure") or next(iter(args[1:]), None)
 
             def computed() -> Any:
@@ -84,13 +88,16 @@ class OptimizerOffload:
                 gradients.update(trained)
                 for parameter in trained:
                     parameter.grad = None
-                last = self._step_all_but_last(optimizer, buckets, gradients)
+                last = tuple(self._step_all_but_last(optimizer, buckets, gradients))
                 return loss
 
             return (args[:1], {**kwargs, "closure": computed}) if closure else computed()
 
         def after(*_: Any) -> None:
-            nonlocal last
+            nonlocal last, depth
+            depth -= 1
+            if depth:
+                return
             self._leave(optimizer, last)
             self._rest()
             last = ()
@@ -117,6 +124,7 @@ class OptimizerOffload:
             self._leave(optimizer, bucket)
             self._rest()
             loaded |= {p: optimizer.state[p] for p in bucket if p in optimizer.state}
+        optimizer.state.clear()
         optimizer.state.update(loaded)
 
     def _buckets_of(self, optimizer: Optimizer) -> list[Parameters]:
