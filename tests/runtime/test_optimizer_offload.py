@@ -88,7 +88,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 )
 @pytest.mark.parametrize("has_closure", [False, True])
 def test_steps_bucket_by_bucket_are_those_of_all_parameters_to_the_last_bit(make, has_closure):
-    """Another parameter has no gradient in each step; hooks are called as often, and gradients are there after it."""
+    """Another parameter has no gradient in each step; hooks are called as often, and gradients stay."""
     (ours, optimizer), (theirs, plain) = made(make), made(make)
     assert may_be_offloaded(optimizer)
     seen, offload = [], OptimizerOffload(torch.device("cpu"))
