@@ -318,10 +318,7 @@ class CostModel:
         return sum(grouped_s(layer.forward_s.at, samples, group_size) for layer in layers)
 
     def resident_bytes(self, run: LayerRun, num_holders: int = 1) -> float:
-        """Returns bytes of weights, gradients, averages and optimizer state of a stage on one of its holders.
-
-        Without states that lie in host memory.
-        """
+        """Returns bytes of weights, gradients, averages and optimizer state of a stage on a holder's device."""
         states = 0.0 if self.offloads_optimizer else self._states_factor(num_holders)
         factor = 1 + self.averages_bytes_factor + states
         return self.parameter_bytes(run) + self.gradient_bytes(run) * factor

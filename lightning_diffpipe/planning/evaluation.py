@@ -431,8 +431,8 @@ class Evaluator:
         forms: tuple[tuple[float, int], ...] = ()
         seen = self.calls.backbone.seen
         if len(seen.forms) > 1:
-            expected_s = self._expected_s(proposal, costs) + self._states_s(proposal, costs)
-            planned = replace(planned, expected_s=expected_s)
+            states_s = self._states_s(proposal, costs)
+            planned = replace(planned, expected_s=self._expected_s(proposal, costs) + states_s)
             shares = (share for share, _ in seen.forms)
             forms = tuple(zip(shares, self._first_stages(proposal), strict=True))
         shape = proposal.shape

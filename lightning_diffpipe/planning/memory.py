@@ -17,9 +17,7 @@ _EXPECTED, _UNDER_WAY = 2, 3
 
 NUM_SLOTS = 2
 """Slots of a rank for streamed layers, as large as its largest one: one runs while the next one is copied.
-
-Likewise for optimizer states that lie in host memory, as large as those of the largest parameter.
-"""
+Likewise for optimizer states that lie in host memory, as large as those of the largest parameter."""
 
 
 class Waiting(NamedTuple):

@@ -142,9 +142,7 @@ def _within_memory(
     may_stream = options.streaming == "auto" and options.checkpointing != "none"
     streaming = recomputing._replace(streamed=streamable(profile) if may_stream else frozenset())
     first: Sequence[Plans] = [_plans, partial(_saving_where_needed, most=recomputing)]
-    last: Sequence[Plans] = [partial(_saving_where_needed, most=streaming)][
-        : len(streaming.streamed)
-    ]
+    last = [partial(_saving_where_needed, most=streaming)] if streaming.streamed else []
     offload = offload_choices(model, options)
 
     def tries(where: str, ways: Sequence[Plans]) -> list[tuple[PlanOptions, Plans]]:
@@ -152,8 +150,8 @@ def _within_memory(
         return list(itertools.product(wishes, ways))
 
     plans = list[PipelinePlan]()
-    cheapest, both = tries("none", first), tries("all", last)
-    for ways in (cheapest, tries("all", first) + tries("none", last), both):
+    either = tries("all", first) + tries("none", last)
+    for ways in (tries("none", first), either, tries("all", last)):
         for wishes, find in () if plans else ways:
             best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
             found = find(profile, cluster, wishes, best_s, until_s)

@@ -70,8 +70,7 @@ def offload_choices(model: CostModel, options: PlanOptions) -> tuple[str, ...]:
     """Returns where optimizer states may lie, where that is left open and frees memory: on devices first."""
     if options.optimizer_offload != "auto":
         return (options.optimizer_offload,)
-    every = LayerRun(0, model.num_layers)
-    states = model.state_bytes(every) / model.cluster.num_ranks
+    states = model.state_bytes(LayerRun(0, model.num_layers)) / model.cluster.num_ranks
     frees = states >= WORTH_FREEING * (model.cluster.memory_bytes or math.inf)
     return ("none", "all") if frees else ("none",)
 

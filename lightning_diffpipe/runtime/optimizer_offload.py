@@ -38,8 +38,8 @@ from lightning_diffpipe.runtime.optimizer_sharding import (
 )
 
 _HOST = torch.device("cpu")
-
-Parameters = Sequence[nn.Parameter]
+Bucket = tuple[nn.Parameter, ...]
+Gradients = dict[nn.Parameter, Tensor]
 
 
 class OptimizerOffload:
@@ -49,26 +49,22 @@ class OptimizerOffload:
 
     Args:
         device: Where the parameters are.
-        one_by_one: Every parameter has a bucket of its own.
 
     Attributes:
         num_bytes_copied: Bytes copied so far, to the device and back.
-        peak_bytes: Most bytes of states that were on the device at a time in a step.
     """
 
-    def __init__(self, device: torch.device, one_by_one: bool = False) -> None:
-        self._device, self._one_by_one = device, one_by_one
-        self.num_bytes_copied = self.peak_bytes = 0
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.num_bytes_copied = device, 0
         self._hosts: dict[int, Tensor] = {}  # where a state on the device comes from, by its id
         self._leaving: list[Tensor] = []  # on the device until `_left`
         self._left: Callable[[], Any] = lambda: None
-        self._on_device_bytes = 0
         if device.type == "cuda":
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
         """Moves an optimizer's states to the host, but for its steps; returns what undoes the latter."""
-        buckets, gradients = self._buckets_of(optimizer), dict[nn.Parameter, Tensor]()
+        buckets, gradients = _buckets_of(optimizer), Gradients()
         for bucket in buckets:  # some have states from the start, such as Adagrad
             self._leave(optimizer, bucket)
         self._rest()
@@ -84,11 +80,9 @@ class OptimizerOffload:
             def computed() -> Any:
                 nonlocal last
                 loss = closure() if closure else None
-                trained = {p: p.grad for bucket in buckets for p in bucket if p.grad is not None}
-                gradients.update(trained)
-                for parameter in trained:
-                    parameter.grad = None
-                last = tuple(self._step_all_but_last(optimizer, buckets, gradients))
+                every = (p for bucket in buckets for p in bucket)
+                gradients.update((p, p.grad) for p in every if p.grad is not None)
+                last = self._step_all_but_last(optimizer, buckets, gradients)
                 return loss
 
             return (args[:1], {**kwargs, "closure": computed}) if closure else computed()
@@ -96,79 +90,57 @@ class OptimizerOffload:
         def after(*_: Any) -> None:
             nonlocal last, depth
             depth -= 1
-            if depth:
-                return
-            self._leave(optimizer, last)
-            self._rest()
-            last = ()
-            for parameter, gradient in gradients.items():
-                parameter.grad = gradient
-            gradients.clear()
+            if not depth:
+                self._leave(optimizer, last)
+                self._rest()
+                last = ()
+                _give(gradients, gradients)
+                gradients.clear()
 
-        first_hook = optimizer.register_step_pre_hook(before)
-        last_hook = optimizer.register_step_post_hook(after)
+        hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+        # All others, those of sharding as well, see gradients, and states on the host.
+        optimizer._optimizer_step_post_hooks.move_to_end(hooks[1].id, last=False)
 
         def detach() -> None:
-            first_hook.remove()
-            last_hook.remove()
+            for hook in hooks:
+                hook.remove()
 
         return detach
 
     def load(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Gives an optimizer a state dict; a bucket at a time is on the device, where torch loads it."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
         numbers, loaded = {p: n for n, p in enumerate(parameters)}, dict[nn.Parameter, Any]()
-        for bucket in self._buckets_of(optimizer):
+        for bucket in _buckets_of(optimizer):
             some = {n: state["state"][n] for p in bucket if (n := numbers[p]) in state["state"]}
             optimizer.load_state_dict({**state, "state": some})
             self._leave(optimizer, bucket)
-            self._rest()
-            loaded |= {p: optimizer.state[p] for p in bucket if p in optimizer.state}
-        optimizer.state.clear()
+            loaded |= optimizer.state
+        self._rest()
+        optimizer.state.clear()  # in the order of the parameters again
         optimizer.state.update(loaded)
 
-    def _buckets_of(self, optimizer: Optimizer) -> list[Parameters]:
-        members = (p for group in optimizer.param_groups for p in group["params"])
-        parameters = [parameter for parameter in members if not is_placeholder(parameter)]
-        largest = max((parameter.nbytes for parameter in parameters), default=0)
-        most = 0 if self._one_by_one else largest
-        buckets, num_bytes = list[list[nn.Parameter]](), math.inf
-        for parameter in parameters:
-            num_bytes += parameter.nbytes
-            if num_bytes > most:
-                buckets.append([])
-                num_bytes = parameter.nbytes
-            buckets[-1].append(parameter)
-        return buckets
-
     def _step_all_but_last(
-        self,
-        optimizer: Optimizer,
-        buckets: Iterable[Parameters],
-        gradients: Mapping[nn.Parameter, Tensor],
-    ) -> Parameters:
+        self, optimizer: Optimizer, buckets: Iterable[Bucket], gradients: Gradients
+    ) -> Bucket:
         """Steps bucket by bucket; returns the last one, with states and gradients, for the step under way."""
-        trained = [bucket for bucket in buckets if any(p in gradients for p in bucket)]
-        if not trained:
-            return ()
-        arrived = self._bring(optimizer, trained[0])
+        trained = [bucket for bucket in buckets if not gradients.keys().isdisjoint(bucket)]
+        _give({}, gradients)
+        arrived = self._bring(optimizer, trained[0]) if trained else self._left
         for bucket, following in pairwise(trained):
             coming = self._bring(optimizer, following)
             arrived()
-            for parameter in bucket:
-                parameter.grad = gradients.get(parameter)
+            _give(gradients, bucket)
             with _hooks_off(optimizer):
                 type(optimizer).step(optimizer)  # that of the object counts for its scheduler
-            for parameter in bucket:
-                parameter.grad = None
+            _give({}, bucket)
             self._leave(optimizer, bucket)
             arrived = coming
         arrived()
-        for parameter in trained[-1]:
-            parameter.grad = gradients.get(parameter)
-        return trained[-1]
+        _give(gradients, trained[-1] if trained else ())
+        return trained[-1] if trained else ()
 
-    def _bring(self, optimizer: Optimizer, bucket: Parameters) -> Callable[[], Any]:
+    def _bring(self, optimizer: Optimizer, bucket: Bucket) -> Callable[[], Any]:
         """Begins to copy states of a bucket to the device, when those before the last have left it."""
         self._free()
         pairs = list[tuple[Tensor, Tensor]]()
@@ -182,38 +154,29 @@ class OptimizerOffload:
             return here
 
         _replace(optimizer, bucket, arriving)
-        self._count(here for here, _ in pairs)
         return self._begin(pairs, 0)
 
-    def _leave(self, optimizer: Optimizer, bucket: Parameters) -> None:
+    def _leave(self, optimizer: Optimizer, bucket: Bucket) -> None:
         """Begins to copy states of a bucket to the host: to where they were, or to new memory."""
-        pairs, new = list[tuple[Tensor, Tensor]](), list[Tensor]()
+        pairs = list[tuple[Tensor, Tensor]]()
 
         def leaving(here: Any) -> Any:
             if not _is_moved(here, self._device):
                 return here
             host = self._hosts.pop(id(here), None)
-            if host is None:
-                new.append(here)
             if host is None or (host.shape, host.dtype) != (here.shape, here.dtype):
                 host = _empty_like(here, _HOST, pinned=self._device.type == "cuda")
             pairs.append((host, here))
             return host
 
         _replace(optimizer, bucket, leaving)
-        self._count(new)
         self._free()
         self._leaving = [here for _, here in pairs]
         self._left = self._begin(pairs, 1)
 
-    def _count(self, arrived: Iterable[Tensor]) -> None:
-        self._on_device_bytes += sum(map(_num_bytes, arrived))
-        self.peak_bytes = max(self.peak_bytes, self._on_device_bytes)
-
     def _free(self) -> None:
         """Gives back the memory of states that have left; what comes after it may be written there."""
         self._left()
-        self._on_device_bytes -= sum(map(_num_bytes, self._leaving))
         self._leaving = []
 
     def _rest(self) -> None:
@@ -226,11 +189,8 @@ class OptimizerOffload:
     @torch.no_grad()
     def _begin(self, pairs: Sequence[tuple[Tensor, Tensor]], direction: int) -> Callable[[], Any]:
         """Begins to copy to the first tensor of each pair; returns what waits for the copies."""
-        plain = [
-            pair
-            for to, source in pairs
-            for pair in zip(plain_tensors(to), plain_tensors(source), strict=True)
-        ]
+        inner = (zip(*map(plain_tensors, pair), strict=True) for pair in pairs)
+        plain = [pair for each in inner for pair in each]
         self.num_bytes_copied += sum(source.nbytes for _, source in plain)
 
         def copy() -> None:
@@ -255,8 +215,27 @@ def may_be_offloaded(optimizer: Optimizer) -> bool:
     """
     if switches_weights(optimizer) or hasattr(optimizer, "sum_over_ranks"):
         return False
-    device = optimizer.param_groups[0]["params"][0].device
-    return same_steps(optimizer, attach=OptimizerOffload(device, one_by_one=True).attach) is True
+    (device, *_) = (p.device for bucket in _buckets_of(optimizer) for p in bucket)
+    return same_steps(optimizer, attach=OptimizerOffload(device).attach) is True
+
+
+def _buckets_of(optimizer: Optimizer) -> list[Bucket]:
+    members = (p for group in optimizer.param_groups for p in group["params"])
+    parameters = [parameter for parameter in members if not is_placeholder(parameter)]
+    most = max((parameter.nbytes for parameter in parameters), default=0)
+    buckets, num_bytes = list[Bucket](), math.inf
+    for parameter in parameters:
+        num_bytes += parameter.nbytes
+        if num_bytes > most:
+            buckets.append(())
+            num_bytes = parameter.nbytes
+        buckets[-1] += (parameter,)
+    return buckets
+
+
+def _give(gradients: Gradients, parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = gradients.get(parameter)
 
 
 def _is_moved(value: Any, source: torch.device) -> bool:
@@ -265,7 +244,7 @@ def _is_moved(value: Any, source: torch.device) -> bool:
     return is_state and value.dim() > 0 and value.device.type == source.type
 
 
-def _replace(optimizer: Optimizer, bucket: Parameters, change: Callable[[Any], Any]) -> None:
+def _replace(optimizer: Optimizer, bucket: Bucket, change: Callable[[Any], Any]) -> None:
     """Puts other values into the states of parameters, of wrapped optimizers as well."""
     for each in with_wrapped([optimizer]):
         for parameter in bucket:
@@ -281,19 +260,13 @@ def _empty_like(tensor: Tensor, device: torch.device, pinned: bool = False) -> T
     return torch.empty_like(tensor, device=device, pin_memory=pinned)
 
 
-def _num_bytes(tensor: Tensor) -> int:
-    return sum(plain.nbytes for plain in plain_tensors(tensor))
-
-
 @contextlib.contextmanager
-def _hooks_off(optimizer: Any) -> Iterator[None]:
+def _hooks_off(optimizer: Optimizer) -> Iterator[None]:
     """Lets an optimizer step inside without anybody's hooks, which are for the step of all parameters."""
-    names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-    hooks = [getattr(optimizer, name) for name in names]
-    for name in names:
-        setattr(optimizer, name, OrderedDict())
+    names, own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"), vars(optimizer)
+    hooks = {name: own[name] for name in names}
+    own.update({name: OrderedDict() for name in names})
     try:
         yield
     finally:
-        for name, own in zip(names, hooks, strict=True):
-            setattr(optimizer, name, own)
+        own.update(hooks)

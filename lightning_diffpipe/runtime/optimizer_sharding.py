@@ -17,7 +17,7 @@ Source: Rajbhandari et al. (2020), https://arxiv.org/abs/1910.02054
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -90,15 +90,12 @@ class OptimizerSharding:
         for key in members.keys() - stepped:  # some have states from the start, such as Adagrad
             optimizer.state.pop(members[key], None)
         set_aside: list[Tensor | None] = []
-        stepped_by = set[tuple[int, ...]]()
 
         def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
             closure = kwargs.get("closure") or next(iter(args[1:]), None)
 
             def computed() -> Any:
                 loss = closure() if closure else None
-                have_gradients = (n for n, p in named.items() if p.grad is not None)
-                stepped_by.update(self._holders[name] for name in have_gradients)
                 set_aside[:] = [parameter.grad for parameter in foreign]
                 for parameter in foreign:
                     parameter.grad = None
@@ -109,8 +106,7 @@ class OptimizerSharding:
         def after(*_: Any) -> None:
             for parameter, gradient in zip(foreign, set_aside, strict=True):
                 parameter.grad = gradient
-            self._send_on(named, stepped_by)
-            stepped_by.clear()
+            self._send_on(named)
 
         first = optimizer.register_step_pre_hook(before)
         last = optimizer.register_step_post_hook(after)
@@ -122,14 +118,13 @@ class OptimizerSharding:
         return detach
 
     @torch.no_grad()
-    def _send_on(
-        self, named: Mapping[str, nn.Parameter], stepped: Collection[tuple[int, ...]]
-    ) -> None:
+    def _send_on(self, named: Mapping[str, nn.Parameter]) -> None:
         """Gives stepped parameters to all ranks that hold them.
 
-        Those of holders none of whose parameters had a gradient, which they agree on, stay: without a flush
+        Those of holders none of whose parameters has a gradient, which they agree on, stay: without a flush
         Lightning's own steps have none, and forwards under way need the weights.
         """
+        stepped = {self._holders[name] for name, p in named.items() if p.grad is not None}
         shared = {n: h for n in named if len(h := self._holders[n]) > 1 and h in stepped}
         routes = {name: (self.ranks[name], *ranks) for name, ranks in shared.items()}
         under_way: deque[tuple[Work, Tensor, list[nn.Parameter]]] = deque()
@@ -191,15 +186,7 @@ def steps_apart(optimizer: Optimizer) -> bool | None:
 
 
 def same_steps(optimizer: Optimizer, **way: Any) -> bool | None:
-    """Returns whether small parameters and states come out the same if copies of an optimizer step another way.
-
-    Args:
-        optimizer: Stays as it is.
-        way: What is other, see `_stepped`.
-
-    Returns:
-        None if that does not tell: copies cannot be stepped, or draw random numbers.
-    """
+    """Returns whether small copies that step another way, see `_stepped`, come to the same; None likewise."""
     try:
         usual, again = _stepped(optimizer, 0), _stepped(optimizer, 1)
         other = _stepped(optimizer, 0, **way)
@@ -226,12 +213,8 @@ def _stepped(
 ) -> list[Any]:
     """Returns small parameters and their states after trial steps of a copy of an optimizer.
 
-    Args:
-        optimizer: Of which a copy is made.
-        seed: Of random numbers.
-        with_others: Whether other parameters have gradients; if that makes no difference, the optimizer updates
-            each parameter by itself, and ranks can share them out.
-        attach: Puts hooks of the copy's steps, and returns what removes them.
+    If gradients of others make no difference, the optimizer updates each parameter by itself, and ranks can share
+    them out. `attach` puts hooks of the copy's steps, and returns what removes them.
     """
     small: dict[int, Any] = {}
     for each in with_wrapped([optimizer]):

@@ -261,10 +261,9 @@ def refuse_kept_on_device(optimizers: Iterable[Optimizer], mesh: Mesh) -> None:
     if name := _one_that_fails(may_be_offloaded, optimizers, mesh):
         raise ConfigurationError(
             f"{name} computes steps from the gradients of several parameters, counts its steps, changes weights "
-            "between steps, or cannot be tried on small copies, so its parameters cannot be stepped bucket by "
-            "bucket, as they are with states in host memory (optimizer_offload=all, or a plan that says so). Take "
-            "optimizer_offload=none, or an optimizer that treats every parameter by itself, such as AdamW, "
-            "Adafactor or Lion"
+            "between steps, or cannot be tried on small copies, so its states cannot lie in host memory "
+            "(optimizer_offload=all, or a plan that says so), where parameters are stepped bucket by bucket. Take "
+            "optimizer_offload=none, or an optimizer such as AdamW, Adafactor or Lion"
         )
 
 

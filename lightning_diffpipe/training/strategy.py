@@ -341,16 +341,13 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if self.plan is not None and (len(self.plan.stages) > 1 or sharding):
             for optimizer in self.optimizers:
                 self._running.connect(optimizer)
-        if sharding:
-            with raised_by_all():
-                refuse_undivided(self.optimizers, self._running.mesh)
-            for optimizer in self.optimizers:
-                self._until_teardown.callback(sharding.attach(optimizer))
-        if offload := self.pipeline and self.pipeline.optimizer_offload:
-            with raised_by_all():
-                refuse_kept_on_device(self.optimizers, self._running.mesh)
-            for optimizer in self.optimizers:
-                self._until_teardown.callback(offload.attach(optimizer))
+        offload = self.pipeline and self.pipeline.optimizer_offload
+        for way, refuse in ((sharding, refuse_undivided), (offload, refuse_kept_on_device)):
+            if way:
+                with raised_by_all():
+                    refuse(self.optimizers, self._running.mesh)
+                for optimizer in self.optimizers:
+                    self._until_teardown.callback(way.attach(optimizer))
         self.setup_precision_plugin()
         plugin: Any = self.precision_plugin
         if self.pipeline is not None and isinstance(self.pipeline.engine, FreeRunningEngine):

@@ -32,13 +32,12 @@ class Watch(L.Callback):
     """Notes bytes of states that were copied until the end of each step, and where states are between steps."""
 
     def __init__(self):
-        self.copied, self.places, self.plan, self.peak = [], [], None, 0
+        self.copied, self.places, self.plan = [], [], None
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         offload, self.plan = trainer.strategy.pipeline.optimizer_offload, trainer.strategy.plan
         if offload:
             self.copied.append(offload.num_bytes_copied)
-            self.peak = offload.peak_bytes
         states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values()]
         self.places.append([v.data_ptr() for v in states if v.dim()])
 
@@ -78,19 +77,17 @@ PIPELINES = {"num_stages": 2, "num_replicas": 1, "data_parallel": 2, "shard_opti
 def test_states_in_host_memory_train_as_one_process_and_to_the_last_bit(
     num_ranks, strategy, module, pipelines
 ):
-    """With clipping by the norm and accumulation; copies are those of the plan, through two slots."""
+    """With clipping by the norm and accumulation; copies are those of the plan."""
     away, here = (settings_of(where, module, **strategy) for where in ("all", "none"))
     expected = reference(away, 2, pipelines)
     runs, without = run_in_turn(fit_watched, num_ranks, (away, num_ranks), (here, num_ranks))
     assert_equal_runs([outcome for outcome, _ in runs], expected)
-    largest = max(expected.weights[name].nbytes for name in expected.gradients[0])
     for rank, ((outcome, watch), (plain, _)) in enumerate(zip(runs, without, strict=True)):
         for name, value in plain.weights.items():
             assert torch.equal(outcome.weights[name], value), name
         for ours, theirs in zip(outcome.gradients, plain.gradients, strict=True):
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert watch.plan.options.optimizer_offload == "all"
-        assert 0 < watch.peak <= 2 * 2 * largest
         assert watch.places[1] == watch.places[-1] != []
         if not (module or "shard_optimizer" in strategy):  # else parameters are held several times
             held = watch.plan.planned.offloaded_bytes[rank % watch.plan.ranks_per_pipeline]

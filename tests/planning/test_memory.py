@@ -116,8 +116,7 @@ def test_states_in_host_memory_take_two_slots():
     assert away.planned.iteration_s == pytest.approx(here.planned.iteration_s + 8)
     assert away.pipeline_s == pytest.approx(here.pipeline_s)
     assert PipelinePlan.from_json(away.to_json()) == away
-    assert "rank 1 has 400 B of states in host memory" in report(away)
-    assert "in 8.00 s a step" in report(away)
+    assert "up to 400 B of states in host memory, copied there and back in 8.00 s" in report(away)
     assert "without copying optimizer states: 8.00 s less" in str(explain(away))
 
 

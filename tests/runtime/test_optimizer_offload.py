@@ -1,6 +1,7 @@
 """Optimizers whose states lie elsewhere between steps: the same bits, and two slots."""
 
 import copy
+import weakref
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from lightning_diffpipe.modules import Muon, Optimization, Prodigy
+from lightning_diffpipe.runtime import optimizer_offload
 from lightning_diffpipe.runtime.optimizer_offload import OptimizerOffload, may_be_offloaded
 
 SHAPES = (20, 30), (20,), (3, 30), (5,), (20, 29)
@@ -145,33 +147,32 @@ def test_ready_made_modules_know_whether_their_states_may_leave():
     assert not Optimization(lr=1.0, optimizer=Prodigy).may_be_offloaded()
 
 
-class Probed(torch.optim.AdamW):
-    """Notes in each call of its step bytes of states that do not lie where they lie between steps."""
+def test_no_more_than_two_buckets_are_on_the_device(monkeypatch):
+    """Counted by the memory that is made for states on the device, until it is free."""
+    parameters, optimizer = made(ADAMW)
+    held, make = [0], optimizer_offload._empty_like
 
-    def step(self, closure=None):
-        states = (v for state in self.state.values() for v in state.values() if v.dim())
-        self.held.append(sum(v.nbytes for v in states if v.data_ptr() not in self.hosts))
-        return super().step(closure)
+    def counted(tensor, device, **pinned):
+        new = make(tensor, device, **pinned)
+        if not pinned:  # on the device
+            held.append(held[-1] + new.nbytes)
+            weakref.finalize(new, lambda num_bytes: held.append(held[-1] - num_bytes), new.nbytes)
+        return new
 
-
-def test_no_more_than_two_buckets_are_on_the_device():
-    """The optimizer's own count, and that of a look at its states while it steps."""
-    parameters, optimizer = made(Probed)
-    optimizer.held, optimizer.hosts = [], set()
+    monkeypatch.setattr(optimizer_offload, "_empty_like", counted)
     offload = OptimizerOffload(torch.device("cpu"))
     offload.attach(optimizer)
-    for step in range(3):
+    places = set()
+    for _ in range(3):
         for p in parameters:
             p.grad = torch.ones_like(p)
-        optimizer.held.clear()
         optimizer.step()
-        places = [v.data_ptr() for s in optimizer.state.values() for v in s.values() if v.dim()]
-        assert step == 0 or optimizer.hosts == set(places)
-        optimizer.hosts = set(places)
+        places.add(tuple(v.data_ptr() for v in pytree.tree_leaves([*optimizer.state.values()])[:2]))
+        assert held[-1] == 0
     states = 2 * sum(p.nbytes for p in parameters)
     assert offload.num_bytes_copied == states + 2 * 2 * states
-    assert len(optimizer.held) == 4, "one of 600 elements, one of 90, one of 580, and two of 25"
-    assert 0 < max(optimizer.held) <= offload.peak_bytes <= 2 * 2 * LARGEST < states
+    assert LARGEST * 2 < max(held) <= 2 * LARGEST * 2 < states
+    assert len(places) == 1, "memory of the host is used again"
 
 
 def test_a_loaded_state_dict_goes_to_the_host_and_on():
