@@ -78,8 +78,10 @@ class OptimizerOffload:
             closure = kwargs.get("closure") or next(iter(args[1:]), None)
 
             def computed() -> Any:
-                nonlocal last
+                nonlocal last, depth
+                outer, depth = depth, 0  # a closure may step as well, as without a flush
                 loss = closure() if closure else None
+                depth = outer
                 every = (p for bucket in buckets for p in bucket)
                 gradients.update((p, p.grad) for p in every if p.grad is not None)
                 last = self._step_all_but_last(optimizer, buckets, gradients)

@@ -159,7 +159,7 @@ def planned(rank, module_class, memory_bytes, **options):
 
 
 def test_states_leave_by_themselves_where_memory_is_short_and_the_optimizer_is_known():
-    options = {"checkpointing": "none", "filling": "none"}
+    options = {"checkpointing": "none", "filling": "none", "optimizer_bytes_factor": 6.0}
     ((here, _), _), ((away, _), _) = (
         run_ranks(partial(planned, optimizer_offload=where, **options), 2, ReadyMade, None)
         for where in ("none", "all")
