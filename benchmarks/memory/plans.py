@@ -42,7 +42,7 @@ TRAINED = {
 }
 """What is trained: rank of adapters, quantization of the base."""
 HOST_BYTES = 60_000_000_000
-"""Memory of a host for weights that are streamed from there: of 64 GB."""
+"""Memory of a host for weights that are streamed from there, and for optimizer states: of 64 GB."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ def described(plan: PipelinePlan) -> str:
         words.append(f"{len(plan.recomputed) / plan.num_layers:.0%} recomputed")
     if plan.streamed:
         words.append(f"{sum(plan.planned.streamed_bytes) / 1e9:.0f} GB streamed")
+    if states := sum(plan.planned.offloaded_bytes) * plan.num_pipelines:
+        words.append(f"{states / 1e9:.0f} GB of states on the host")
     if plan.options.encoding_ranks not in ("auto", plan.ranks_per_pipeline):
         words.append(f"encoders on {plan.options.encoding_ranks} of {plan.ranks_per_pipeline}")
     return ", ".join(words)

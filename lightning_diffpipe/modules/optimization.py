@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_diffpipe.errors import ConfigurationError, require_choice, require_number
 from lightning_diffpipe.graph.versions import plain_tensors
+from lightning_diffpipe.runtime.optimizer_offload import may_be_offloaded
 from lightning_diffpipe.runtime.optimizer_sharding import may_be_divided, switches_weights
 
 Decay = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"]
@@ -108,9 +109,15 @@ class Optimization:
 
     def may_be_shared(self) -> bool:
         """Returns whether ranks may share the optimizer's states, by steps of small parameters on the host."""
+        return may_be_divided(self._tried())
+
+    def may_be_offloaded(self) -> bool:
+        """Returns whether the optimizer's states may lie in host memory, likewise."""
+        return may_be_offloaded(self._tried())
+
+    def _tried(self) -> Optimizer:
         shapes = ((8, 8), (8,), (8, 8), (8,))
-        optimizer = self._made([{"params": [nn.Parameter(torch.ones(shape)) for shape in shapes]}])
-        return may_be_divided(optimizer)
+        return self._made([{"params": [nn.Parameter(torch.ones(shape)) for shape in shapes]}])
 
     def factor(self, step: int, num_steps: float) -> float:
         """Returns the learning rate, as a share of `lr`, after `step` of `num_steps` steps (inf if unknown)."""

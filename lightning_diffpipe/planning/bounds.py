@@ -31,6 +31,7 @@ from lightning_diffpipe.planning.memory import (
     boundary_samples,
     recomputed_bytes,
     slot_bytes,
+    state_slot_bytes,
 )
 from lightning_diffpipe.planning.partition import Cut, best_chain, greedy_cuts, least_limit
 from lightning_diffpipe.planning.proposals import Shape
@@ -258,6 +259,9 @@ class StageNeeds:
                 runs = [LayerRun(first, stop) for stop in stops]
                 again = (recomputed_bytes(model, r, waiting) + slot_bytes(model, r) for r in runs)
                 needs = [need + more for need, more in zip(needs, again, strict=True)]
+            if model.offloads_optimizer:
+                slots = (state_slot_bytes(model, [LayerRun(first, stop)]) for stop in stops)
+                needs = [need + more for need, more in zip(needs, slots, strict=True)]
             if load.read or load.made:
                 alone = load.resident + load.made - resident[first]
                 of_sample = model.read_bytes_from(first)

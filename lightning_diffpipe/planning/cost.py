@@ -8,6 +8,7 @@ profile; their JSON has one row for each size of microbatch, not for each microb
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -83,6 +84,7 @@ class CostModel:
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient, 2 for Adam; likewise averages.
         is_folded: Layers stand for all calls of theirs in several passes.
         shards_optimizer: The ranks that hold a stage share its optimizer state.
+        offloads_optimizer: Optimizer states lie in host memory.
     """
 
     profile: ModelProfile
@@ -91,6 +93,7 @@ class CostModel:
     is_folded: bool = False
     averages_bytes_factor: float = 0.0
     shards_optimizer: bool = False
+    offloads_optimizer: bool = False
     recomputes: bool = field(init=False, compare=False)
     _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -102,7 +105,8 @@ class CostModel:
     def of(cls, profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> CostModel:
         """Returns the costs of a profile with what the options say of states that live as long as the weights."""
         factors = options.optimizer_bytes_factor, False, options.averages_bytes_factor
-        return cls(profile, cluster, *factors, options.shard_optimizer is True)
+        offloads = options.optimizer_offload == "all"
+        return cls(profile, cluster, *factors, options.shard_optimizer is True, offloads)
 
     @property
     def backbone(self) -> BackboneProfile:
@@ -314,10 +318,25 @@ class CostModel:
         return sum(grouped_s(layer.forward_s.at, samples, group_size) for layer in layers)
 
     def resident_bytes(self, run: LayerRun, num_holders: int = 1) -> float:
-        """Returns bytes of weights, gradients, averages and optimizer state of a stage on one of its holders."""
-        states = self.optimizer_bytes_factor / (num_holders if self.shards_optimizer else 1)
+        """Returns bytes of weights, gradients, averages and optimizer state of a stage on a holder's device."""
+        states = 0.0 if self.offloads_optimizer else self._states_factor(num_holders)
         factor = 1 + self.averages_bytes_factor + states
         return self.parameter_bytes(run) + self.gradient_bytes(run) * factor
+
+    def state_bytes(self, run: LayerRun, num_holders: int = 1) -> float:
+        """Returns bytes of optimizer state of a stage that one of its holders has, on its device or its host."""
+        return self.gradient_bytes(run) * self._states_factor(num_holders)
+
+    def _states_factor(self, num_holders: int) -> float:
+        return self.optimizer_bytes_factor / (num_holders if self.shards_optimizer else 1)
+
+    @_remembered
+    def parameter_state_bytes_from(self, first: int) -> tuple[float, ...]:
+        """Returns bytes of the largest parameter's state of stages from this layer on, by where they stop."""
+        layers = self.backbone.layers[first:]
+        largest = (min(x.largest_gradient_bytes or math.inf, x.gradient_bytes) for x in layers)
+        each = (self._states_factor(1) * num_bytes for num_bytes in largest)
+        return (0.0,) * first + tuple(accumulate(each, max, initial=0.0))
 
     def _sum_bytes(self, run: LayerRun, name: str) -> int:
         sums = self.byte_sums(name)
@@ -368,6 +387,7 @@ class PipelineCosts:
             share the optimizer state, by rank.
         all_gather_s: Exchange of the frozen results.
         holds_sender: Whether the rank that sends can do nothing else while its message is on the link.
+        offload_s: Copies of optimizer states to the device and back, when it steps, by rank; nothing if empty.
         split_s: Time by which `BackwardInput` and `BackwardWeight` together exceed `Backward`; nothing
             if empty.
     """
@@ -383,6 +403,7 @@ class PipelineCosts:
     all_gather_s: float = stored(0.0, always=True)
     holds_sender: bool = False
     split_s: Table = field(default=(), metadata=_AS_TABLE)
+    offload_s: tuple[float, ...] = ()
 
     def compute_s(self, instruction: Compute) -> float:
         """Returns the time on the rank."""
@@ -400,7 +421,7 @@ class PipelineCosts:
             case Encode(part):
                 return self.encode_s[part]
             case UpdateWeights(stage):  # of a schedule that gives every rank one stage, in order
-                return self.reduce_s(stage)
+                return self.reduce_s(stage) + (self.offload_s[stage] if self.offload_s else 0.0)
         return 0.0
 
     def repeated(self, num_batches: int) -> PipelineCosts:
@@ -424,6 +445,11 @@ class PipelineCosts:
     def reduce_s(self, rank: int) -> float:
         """Returns the time to sum this rank's gradients, from when all ranks that share them are ready."""
         return self.all_reduce_s[rank] if self.all_reduce_s else 0.0
+
+    @property
+    def states_s(self) -> float:
+        """Seconds after a flush in which ranks copy optimizer states: on the rank that has most."""
+        return max(self.offload_s, default=0.0)
 
     def exchange_s(self) -> float:
         """Returns the time to exchange all frozen results, from when all ranks are ready."""
@@ -483,6 +509,23 @@ class PipelineLinks:
         return self.cluster.all_reduce_among(group).all_reduce_s(num_bytes, len(group)) / 2
 
 
+def offloaded_bytes(
+    model: CostModel, links: PipelineLinks, runs: Sequence[LayerRun]
+) -> tuple[float, ...]:
+    """Returns bytes of optimizer states of each rank of a pipeline in host memory; empty if they lie elsewhere."""
+    if not model.offloads_optimizer:
+        return ()
+    states = [
+        model.state_bytes(run, num_holders)
+        for run, (_, num_holders) in zip(runs, links.reductions, strict=True)
+    ]
+    placement = links.placement
+    return tuple(
+        sum(states[stage] for stage in placement.stages_of(rank))
+        for rank in range(placement.num_ranks)
+    )
+
+
 def pipeline_costs(
     model: CostModel,
     links: PipelineLinks,
@@ -540,4 +583,8 @@ def pipeline_costs(
         all_gather_s=links.all_gather_s(sum(sizes) * model.encoding_bytes_per_sample),
         holds_sender=links.cluster.p2p.holds_sender,
         split_s=table(model.split_s) if model.backbone.split_s else (),
+        offload_s=tuple(
+            2 * num_bytes / links.cluster.host_bytes_per_s
+            for num_bytes in offloaded_bytes(model, links, runs)
+        ),
     )

@@ -15,6 +15,7 @@ from lightning_diffpipe.planning.cost import (
     LayerRun,
     PipelineCosts,
     PipelineLinks,
+    offloaded_bytes,
     pipeline_costs,
 )
 from lightning_diffpipe.planning.filling import (
@@ -317,8 +318,12 @@ class Evaluator:
                 busy_s = busy_s[-encoding:]
                 done_s = all_done_s(busy_s, even_shares(busy_s, share_s, num_shares), share_s)
                 step_s = preference_s(max(step_s, done_s), step_s)
-            self._steps[proposal] = step_s
+            self._steps[proposal] = step_s + self._states_s(proposal, costs)
         return self._steps[proposal]
+
+    def _states_s(self, proposal: Proposal, costs: PipelineCosts) -> float:
+        """Returns seconds after the pipeline in which optimizer states are copied; none if it is not flushed."""
+        return 0.0 if self.frame(proposal).pipeline.runs_free else costs.states_s
 
     def _expected_s(self, proposal: Proposal, costs: PipelineCosts) -> float:
         """Returns the mean time of the pipeline over the call sequences of its microbatches, in seconds."""
@@ -399,7 +404,9 @@ class Evaluator:
         frame, costs = self.frame(proposal), self.costs(proposal)
         schedule = prefix_frozen(frame.pipeline.schedule(), frame.parts)
         timeline = simulate(schedule, costs, costs.sizes)
-        iteration_s, bubble_ratio = timeline.iteration_s, timeline.bubble_ratio
+        iteration_s = timeline.iteration_s + self._states_s(proposal, costs)
+        bubble_ratio = timeline.bubble_ratio
+        offloaded = offloaded_bytes(self.calls, frame.pipeline.links, self.runs(proposal))
         limit_s = _no_bubble_limit_s(timeline)
         held, copied = self._copies(proposal, schedule)
         if frame.pipeline.runs_free:
@@ -419,11 +426,13 @@ class Evaluator:
             streamed_bytes=held,
             copied_bytes=copied,
             copied_s=tuple(n / self.model.cluster.host_bytes_per_s for n in copied),
+            offloaded_bytes=tuple(map(round, offloaded)),
         )
         forms: tuple[tuple[float, int], ...] = ()
         seen = self.calls.backbone.seen
         if len(seen.forms) > 1:
-            planned = replace(planned, expected_s=self._expected_s(proposal, costs))
+            states_s = self._states_s(proposal, costs)
+            planned = replace(planned, expected_s=self._expected_s(proposal, costs) + states_s)
             shares = (share for share, _ in seen.forms)
             forms = tuple(zip(shares, self._first_stages(proposal), strict=True))
         shape = proposal.shape
@@ -438,6 +447,7 @@ class Evaluator:
             frozen_group_size=self.group_size(shape) or max(shape.sizes),
             encoding_ranks=self.num_encoding(shape),
             shard_optimizer=self.options.shard_optimizer is True,
+            optimizer_offload="all" if self.calls.offloads_optimizer else "none",
         )
         return PipelinePlan(
             decided,
@@ -511,15 +521,16 @@ class Evaluator:
         loads = frozen_loads(pipeline.placement, sizes, tuple(parts), group, True, num_encoding)
         runs = self.runs(proposal)
         peaks = peak_memory_bytes(self.calls, pipeline.peaks, runs, loads, pipeline.holders)
+        iteration_s = timeline.iteration_s + self._states_s(proposal, costs)
         planned = replace(
             unfilled.planned,
-            iteration_s=timeline.iteration_s,
+            iteration_s=iteration_s,
             bubble_ratio=timeline.bubble_ratio,
             no_bubble_limit_s=_no_bubble_limit_s(timeline),
             frozen_s=math.fsum(filled.piece_s),
             leftover_s=filled.leftover_s,
             peak_memory_bytes=peaks,
-            samples_per_s=self.options.global_batch_size / (timeline.iteration_s or math.inf),
+            samples_per_s=self.options.global_batch_size / (iteration_s or math.inf),
         )
         return replace(
             unfilled,

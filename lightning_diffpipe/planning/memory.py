@@ -16,7 +16,8 @@ _EXPECTED, _UNDER_WAY = 2, 3
 
 
 NUM_SLOTS = 2
-"""Slots of a rank for streamed layers, as large as its largest one: one runs while the next one is copied."""
+"""Slots of a rank for streamed layers, as large as its largest one: one runs while the next one is copied.
+Likewise for optimizer states that lie in host memory, as large as those of the largest parameter."""
 
 
 class Waiting(NamedTuple):
@@ -197,6 +198,8 @@ def rank_bytes(
     if model.recomputes:
         kept += max(recomputed_bytes(model, runs[s], waiting) for s, waiting in peak.items())
         kept += max(slot_bytes(model, runs[stage]) for stage in peak)
+    if model.offloads_optimizer:
+        kept += state_slot_bytes(model, [runs[stage] for stage in peak])
     if load is None:  # there are no encoders
         return round(resident + kept)
     beside, alone = load.num_bytes(model, runs)
@@ -213,6 +216,12 @@ def recomputed_bytes(model: CostModel, run: LayerRun, waiting: Waiting) -> float
 def slot_bytes(model: CostModel, run: LayerRun) -> int:
     """Returns bytes of the slots for the weights of streamed layers."""
     return NUM_SLOTS * model.streamed_bytes_from(run.first)[run.stop]
+
+
+def state_slot_bytes(model: CostModel, runs: Sequence[LayerRun]) -> float:
+    """Returns bytes of the slots of a rank for optimizer states that lie in host memory."""
+    largest = max(model.parameter_state_bytes_from(run.first)[run.stop] for run in runs)
+    return min(NUM_SLOTS * largest, sum(map(model.state_bytes, runs)))
 
 
 def message_bytes(model: CostModel, peak: Mapping[int, Waiting], runs: Sequence[LayerRun]) -> float:

@@ -19,7 +19,7 @@ PARTITIONS_WITH_REPLICAS = ("diffusionpipe", "pipedream")
 
 FILLINGS = ("none", "shares", "auto")
 
-CHECKPOINTING = STREAMING = ("auto", "none", "all")
+CHECKPOINTING = STREAMING = OPTIMIZER_OFFLOAD = ("auto", "none", "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ class PlanOptions:
         streaming: Of which layers the frozen weights lie in host memory, and are copied to the device for each run
             (see `streaming.py`): `none`; `all`; `auto`: those without which no plan would fit, also with
             recomputed layers, which all of these are.
+        optimizer_offload: Whether optimizer states lie in host memory, and come to the device bucket by bucket
+            when they are stepped: `none`; `all`; `auto`: where no plan would fit without.
         encode_first: What encoders give is stored before training (`EncodingCache`), and they leave memory.
 
     Raises:
@@ -78,6 +80,7 @@ class PlanOptions:
     shard_optimizer: bool | Auto = "auto"
     checkpointing: str = "auto"
     streaming: str = "auto"
+    optimizer_offload: str = "auto"
     encode_first: bool = False
 
     def __post_init__(self) -> None:
@@ -122,6 +125,7 @@ class PlanOptions:
             ("partition", PARTITIONS),
             ("checkpointing", CHECKPOINTING),
             ("streaming", STREAMING),
+            ("optimizer_offload", OPTIMIZER_OFFLOAD),
         ):
             if getattr(self, name) not in known:
                 raise ConfigurationError(

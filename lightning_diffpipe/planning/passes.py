@@ -161,5 +161,6 @@ def _unit(backbone: BackboneProfile, runs: Sequence[LayerRun]) -> LayerProfile:
         weight_gradient_s=Seconds.sum(weight) if weight else None,
         boundary_bytes_per_sample=min(layers[-1].boundary_bytes_per_sample for layers in calls),
         gradient=True,
+        largest_gradient_bytes=max(layer.largest_gradient_bytes for layer in every),
         **{name: sum(getattr(layer, name) for layer in every) for name in ADDED_UP},
     )

@@ -69,6 +69,8 @@ class Planned:
             are none.
         copied_bytes: By rank: bytes of them that a step copies to the device.
         copied_s: By rank: seconds that the copies take, most of them while layers compute.
+        offloaded_bytes: By rank: bytes of optimizer states in host memory, which a step copies to the device and
+            back; empty if there are none.
         expected_s: Mean time of a step over its call sequences, with frozen work before the pipeline, where there
             are several; the other numbers are of the longest.
     """
@@ -88,6 +90,7 @@ class Planned:
     streamed_bytes: tuple[int, ...] = ()
     copied_bytes: tuple[int, ...] = ()
     copied_s: tuple[float, ...] = ()
+    offloaded_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +298,13 @@ class PipelinePlan:
         """Returns seconds of a step, by these costs."""
         if self.runs_free and costs:
             return period_s(self.schedule, costs)
-        return simulate(self.lowered, costs).iteration_s
+        return simulate(self.lowered, costs).iteration_s + (costs.states_s if costs else 0.0)
+
+    @property
+    def pipeline_s(self) -> float:
+        """Planned seconds until optimizers step."""
+        after_s = 0.0 if self.runs_free or not self.costs else self.costs.states_s
+        return self.planned.iteration_s - after_s
 
     @property
     def digest(self) -> str:
@@ -492,6 +501,7 @@ def _decided(plan: PipelinePlan, num_pipelines: int) -> dict[str, object]:
     decided["checkpointing"] = options.checkpointing if recomputes else "none"
     streams = plan.streamed or options.streaming == "all"
     decided["streaming"] = options.streaming if streams else "none"
+    decided["optimizer_offload"] = "all" if options.optimizer_offload == "all" else "none"
     if any(num_pipelines * len(ranks) > 1 for ranks in plan.placement.stage_ranks):
         decided["shard_optimizer"] = options.shard_optimizer is True
     if plan._encodes and plan.ranks_per_pipeline > 1:

@@ -134,6 +134,7 @@ class LayerProfile:
         input_bytes_per_sample: Bytes of the inputs that no earlier layer reads: what stays of the activations where
             the backward computes them again. None where it may not, or that is unknown.
         streamable_bytes: Bytes of those of its parameters that are frozen, and that nothing else reads.
+        largest_gradient_bytes: Bytes of the largest of its gradients; 0 if unknown.
         uncheckpointed: The layer as it is without activation checkpointing, where the backward recomputes its
             activations; see `recomputation.py`.
         streamed_bytes: Bytes of its parameters that are copied from host memory for each run, and do not count as
@@ -153,6 +154,7 @@ class LayerProfile:
     gradient: bool = True
     input_bytes_per_sample: int | None = None
     streamable_bytes: int = 0
+    largest_gradient_bytes: int = 0
     uncheckpointed: LayerProfile | None = field(default=None, metadata={"never": True})
     streamed_bytes: int = stored(0, never=True)
 

@@ -1,8 +1,8 @@
 """The search: which stages, replicas, microbatches, pipelines and schedule make the fastest step?
 
 What costs memory or time is left out as long as the plan is the better for it: all ranks hold the encoders and all
-optimizer states of their stages, and no layer is recomputed or streamed, unless that does not fit. Cuts are
-searched by `cut_search.py`.
+optimizer states of their stages on their device, and no layer is recomputed or streamed, unless that does not fit.
+Cuts are searched by `cut_search.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -34,6 +35,7 @@ from lightning_diffpipe.planning.shortage import (
     encoding_choices,
     nothing_fits,
     nothing_proposed,
+    offload_choices,
     some_share_stages,
 )
 from lightning_diffpipe.planning.streaming import streamable, streamed, streamed_where_needed
@@ -123,7 +125,7 @@ def _within_memory(
     """Returns plans that fit into memory, the best of which are those with less work if they fit.
 
     Where they do not, fewer ranks hold the encoders, ranks share optimizer states, or layers are recomputed; where
-    all of that does not help, layers are streamed.
+    all of that does not help, optimizer states lie in host memory, or layers are streamed; else both.
     """
     if cluster.memory_bytes is None:
         return _plans(profile, cluster, options, below_s, until_s)
@@ -139,14 +141,30 @@ def _within_memory(
     recomputing = _Savings(_may_recompute(profile, options))
     may_stream = options.streaming == "auto" and options.checkpointing != "none"
     streaming = recomputing._replace(streamed=streamable(profile) if may_stream else frozenset())
-    first: list[Plans] = [_plans, partial(_saving_where_needed, most=recomputing)]
-    last: list[Plans] = [partial(_saving_where_needed, most=streaming)]
-    plans = []
-    for ways in (first, last if streaming.streamed else []):
-        for wishes, find in itertools.product(choices, () if plans else ways):
+    first: Sequence[Plans] = [_plans, partial(_saving_where_needed, most=recomputing)]
+    last = [partial(_saving_where_needed, most=streaming)] if streaming.streamed else []
+    offload = offload_choices(model, options)
+
+    def tries(where: str, ways: Sequence[Plans]) -> list[tuple[PlanOptions, Plans]]:
+        wishes = [replace(each, optimizer_offload=where) for each in choices if where in offload]
+        return list(itertools.product(wishes, ways))
+
+    plans = list[PipelinePlan]()
+    either = tries("all", first) + tries("none", last)
+    for ways in (tries("none", first), either, tries("all", last)):
+        for wishes, find in () if plans else ways:
             best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
-            plans += find(profile, cluster, wishes, best_s, until_s)
+            found = find(profile, cluster, wishes, best_s, until_s)
+            plans += [plan for plan in found if _fits_hosts(plan, cluster)]
     return plans
+
+
+def _fits_hosts(plan: PipelinePlan, cluster: Cluster) -> bool:
+    """Returns whether hosts have enough memory for what their ranks copy from there."""
+    on_hosts = sum((*plan.planned.streamed_bytes, *plan.planned.offloaded_bytes))
+    num_hosts = plan.num_ranks / (cluster.ranks_per_host or plan.num_ranks)
+    on_host = on_hosts * plan.num_pipelines / num_hosts
+    return on_host <= (cluster.host_memory_bytes or math.inf)
 
 
 def _may_recompute(profile: ModelProfile, options: PlanOptions) -> frozenset[int]:
@@ -223,9 +241,7 @@ def _saving_less(
         fewer = _needed(profile, cluster, options, proposal, savings, best)
         faster = _evaluator(profile, cluster, options, fewer).plan(proposal)
         for plan in (faster, best):  # the first of equals counts
-            num_hosts = plan.num_ranks / (cluster.ranks_per_host or plan.num_ranks)
-            on_host = sum(plan.planned.streamed_bytes) * plan.num_pipelines / num_hosts
-            if fits(plan, cluster) and on_host <= (cluster.host_memory_bytes or math.inf):
+            if fits(plan, cluster) and _fits_hosts(plan, cluster):
                 plans.append(plan)
         if fewer == savings or not any(fewer):
             break

@@ -14,7 +14,7 @@ from dataclasses import replace
 from lightning_diffpipe.errors import DiffPipeError, PlanError
 from lightning_diffpipe.planning.bounds import StageNeeds
 from lightning_diffpipe.planning.cluster import Cluster
-from lightning_diffpipe.planning.cost import CostModel
+from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.cut_search import Search
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
@@ -41,7 +41,7 @@ REMEDY_S = 5.0
 """Seconds spent on each option that might help where no plan fits."""
 
 WORTH_FREEING = 0.05
-"""Share of the memory that encoders have to take for ranks to be planned without them."""
+"""Share of the memory that encoders, or optimizer states, have to take for ranks to be planned without them."""
 
 ADAPTER_SHARE = 0.02
 """Weights of adapters, as a share of those they are added to: rank 32 at a width of 3072."""
@@ -69,6 +69,15 @@ def encoding_choices(model: CostModel, options: PlanOptions) -> list[PlanOptions
         return [options]
     counts = ("auto", *(2**shift for shift in range(most.bit_length()) if 2**shift < most))
     return [replace(options, encoding_ranks=count) for count in counts]
+
+
+def offload_choices(model: CostModel, options: PlanOptions) -> tuple[str, ...]:
+    """Returns where optimizer states may lie, where that is left open and frees memory: on devices first."""
+    if options.optimizer_offload != "auto":
+        return (options.optimizer_offload,)
+    states = model.state_bytes(LayerRun(0, model.num_layers)) / model.cluster.num_ranks
+    frees = states >= WORTH_FREEING * (model.cluster.memory_bytes or math.inf)
+    return ("none", "all") if frees else ("none",)
 
 
 def nothing_proposed(model: CostModel, options: PlanOptions) -> PlanError | None:
@@ -114,7 +123,9 @@ def nothing_fits(
         every = streamable(profile)
         least = streamed(checkpointed(least, every), every, cluster.host_bytes_per_s)
     shards = options.shard_optimizer is not False
-    calls = CostModel.of(least, cluster, replace(options, shard_optimizer=shards))
+    (*_, offload) = offload_choices(CostModel.of(least, cluster, options), options)
+    saving = replace(options, shard_optimizer=shards, optimizer_offload=offload)
+    calls = CostModel.of(least, cluster, saving)
     model, wishes = Evaluator(calls, options).model, encoding_choices(calls, options)
     need, of = min(_least_memory(model, wish) for wish in (wishes[0], *wishes[1:2]))
     reason = f"{of[0]} needs {need:,} ({of[1]}), {need - limit:,} too many"
@@ -122,9 +133,7 @@ def nothing_fits(
     if limits and need <= limit:
         reason = f"{of[0]} needs {need:,} ({of[1]}), and some ranks have less"
     elif need <= limit and cluster.host_memory_bytes:
-        reason = (
-            f"what is streamed then does not fit into {cluster.host_memory_bytes:,} bytes a host"
-        )
+        reason = f"what is copied from hosts then does not fit into {cluster.host_memory_bytes:,} bytes of each"
     elif need <= limit and options.filling != "none":  # which counts even shares
         reason = (
             f"{of[0]} would need {need:,} ({of[1]}) with even shares of the frozen work, but bubbles "
@@ -141,6 +150,7 @@ def _other_options(
 ) -> str:
     """Returns the options without which something would fit, one alone or else all together."""
     freed = {
+        "optimizer_offload": "all",
         "num_stages": "auto", "num_microbatches": "auto", "num_replicas": "auto", "data_parallel": "auto",
         "schedule": "auto", "filling": "none", "checkpointing": "auto", "streaming": "auto",
         "encoding_ranks": "auto", "shard_optimizer": True,

@@ -228,6 +228,7 @@ def assemble(
         read = layer.parameters | (graph.tail_parameters if layer is path[-1] else frozenset())
         own, claimed = read - claimed, claimed | read
         inputs, seen = layer.reads - seen, seen | layer.reads
+        gradients = [sizes.get(key, 0) for key in own & graph.trained]
         # Computed again, it would write again.
         writes = layer.written_buffers or layer.written_parameters or layer.mutated
         cost = costs[layer.index]
@@ -238,7 +239,8 @@ def assemble(
                 backward_s=cost.backward_s,
                 weight_gradient_s=cost.weight_gradient_s,
                 parameter_bytes=sum(sizes.get(key, 0) for key in own),
-                gradient_bytes=sum(sizes.get(key, 0) for key in own & graph.trained),
+                gradient_bytes=sum(gradients),
+                largest_gradient_bytes=max(gradients, default=0),
                 boundary_bytes_per_sample=boundaries[position] // samples,
                 activation_bytes_per_sample=cost.activation_bytes_per_sample,
                 flops_per_sample=layer.cost_flops // samples,

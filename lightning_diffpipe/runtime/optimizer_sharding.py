@@ -32,8 +32,6 @@ from lightning_diffpipe.runtime.reduction import MOST_UNDER_WAY, buckets_of
 
 _TRIAL_SIZE = 8  # of every dimension
 _TRIAL_SCALES = (1e-3, 1e3, *[1.0] * 4)  # of gradients: below and above bounds of their norms
-# Seeds, and whether the other parameters have gradients.
-_TRIALS = ((0, True), (1, True), (0, False))
 
 
 def stepping_ranks(
@@ -184,11 +182,17 @@ def steps_apart(optimizer: Optimizer) -> bool | None:
     Returns:
         None if that does not tell: copies cannot be stepped, or draw random numbers.
     """
+    return same_steps(optimizer, with_others=False)
+
+
+def same_steps(optimizer: Optimizer, **way: Any) -> bool | None:
+    """Returns whether small copies that step another way, see `_stepped`, come to the same; None likewise."""
     try:
-        together, again, apart = (_stepped(optimizer, *each) for each in _TRIALS)
+        usual, again = _stepped(optimizer, 0), _stepped(optimizer, 1)
+        other = _stepped(optimizer, 0, **way)
     except Exception:  # of whichever kind: it is somebody else's
         return None
-    return None if not _equal(together, again) else _equal(together, apart)
+    return None if not _equal(usual, again) else _equal(usual, other)
 
 
 def _equal(some: list[Any], others: list[Any]) -> bool:
@@ -197,14 +201,20 @@ def _equal(some: list[Any], others: list[Any]) -> bool:
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
+        return torch.equal(one.cpu(), other.cpu())
     return bool(one == other) or callable(one)  # functions were copied, if they are bound
 
 
-def _stepped(optimizer: Optimizer, seed: int, with_others: bool) -> list[Any]:
-    """Returns small parameters and their states after trial steps, with gradients of other parameters or without.
+def _stepped(
+    optimizer: Optimizer,
+    seed: int,
+    with_others: bool = True,
+    attach: Callable[[Optimizer], Callable[[], None]] | None = None,
+) -> list[Any]:
+    """Returns small parameters and their states after trial steps of a copy of an optimizer.
 
-    Where both are equal, the optimizer updates each parameter by itself, and ranks can share them out.
+    If gradients of others make no difference, the optimizer updates each parameter by itself, and ranks can share
+    them out. `attach` puts hooks of the copy's steps, and returns what removes them.
     """
     small: dict[int, Any] = {}
     kinds: dict[Hashable, nn.Parameter] = {}  # one parameter stands for all of a kind
@@ -241,10 +251,12 @@ def _stepped(optimizer: Optimizer, seed: int, with_others: bool) -> list[Any]:
     with isolated_random_numbers(seed), torch.compiler.set_stance("force_eager"):
         if switches_weights(trial):
             trial.train()  # type: ignore[attr-defined]
+        detach = attach(trial) if attach else lambda: None
         for scale in _TRIAL_SCALES:
             closure = partial(_give_gradients, scale, observed, others.values(), with_others)
             closure()
             trial.step(closure)
+        detach()
     known = list[Any]()
     for each in optimizers:
         known += [each.state.get(parameter) for parameter in observed]

@@ -38,6 +38,7 @@ from lightning_diffpipe.profiling.state import placed, tree_to
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, microbatches
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
+from lightning_diffpipe.runtime.optimizer_offload import OptimizerOffload
 from lightning_diffpipe.runtime.optimizer_sharding import OptimizerSharding, stepping_ranks
 from lightning_diffpipe.runtime.ownership import (
     held_for_all_batches,
@@ -145,6 +146,7 @@ def assemble(
             module, plan, graph, mesh, engine, residents, owners, trained, untrained, watch, seed,
             interception, RelayView(module, interception, owners, RelayChannel(mesh)),
             _sharding(plan, mesh, named, trained, holders),
+            OptimizerOffload(mesh.device) if plan.options.optimizer_offload == "all" else None,
             offloaded=from_host, later={name: named[name] for name in later},
         )  # fmt: skip
 

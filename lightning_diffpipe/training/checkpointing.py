@@ -453,8 +453,11 @@ class CheckpointHooks(ParallelStrategy):
                 state = {**state, "state": kept}
             if _FOLDER in checkpoint:
                 state = read_tensors(checkpoint[_FOLDER], state)
-            optimizer.load_state_dict(state)
-            _optimizer_to_device(optimizer, self.root_device)
+            if self.pipeline is not None and (offload := self.pipeline.optimizer_offload):
+                offload.load(optimizer, state)
+            else:
+                optimizer.load_state_dict(state)
+                _optimizer_to_device(optimizer, self.root_device)
 
 
 def _bytes_of(values: Iterable[Any]) -> int:

@@ -40,6 +40,7 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.runtime.engine import Engine
+from lightning_diffpipe.runtime.optimizer_offload import OptimizerOffload
 from lightning_diffpipe.runtime.optimizer_sharding import OptimizerSharding
 from lightning_diffpipe.runtime.ownership import spread
 from lightning_diffpipe.runtime.partitioned import Step
@@ -143,6 +144,7 @@ class Pipeline:
         watch: Notices a step that is no longer the one that was probed.
         seed: Seed of the run.
         sharding: Divides optimizer states over the holders of a stage, if the plan says so.
+        optimizer_offload: Keeps optimizer states in host memory, if the plan says so.
         basis: What the plan was made from; None if the plan was given.
         runs_ahead: Frozen layers may still run before their batch is due.
         offloaded: Parameters of this rank whose values are in files or in host memory, by name: those of streamed
@@ -164,6 +166,7 @@ class Pipeline:
     _interception: Interception
     _relay: RelayView
     sharding: OptimizerSharding | None = None
+    optimizer_offload: OptimizerOffload | None = None
     basis: Basis | None = None
     runs_ahead: bool = True
     offloaded: dict[str, nn.Parameter] = field(default_factory=dict)

@@ -82,6 +82,7 @@ class PipelineOptions:
     checkpointing: str = "auto"
     streaming: str = "auto"
     shard_optimizer: bool | Auto = "auto"
+    optimizer_offload: str = "auto"
     plan: PipelinePlan | str | Path | None = None
     profile: Any = "measure"
     cluster: Any = "measure"

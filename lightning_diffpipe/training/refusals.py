@@ -12,7 +12,7 @@ import difflib
 import functools
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.runtime.optimizer_offload import may_be_offloaded
 from lightning_diffpipe.runtime.optimizer_sharding import (
     may_be_divided,
     steps_apart,
@@ -246,14 +247,32 @@ def refuse_steps_apart(optimizers: Iterable[Optimizer], schedule: str) -> None:
 
 def refuse_undivided(optimizers: Iterable[Optimizer], mesh: Mesh) -> None:
     """Refuses optimizers whose states the plan divides over ranks, and that need all of them; collective."""
-    wrong = [type(each).__name__ for each in optimizers if not may_be_divided(each)]
-    if names := {name for each in gathered_objects(wrong, mesh.world) for name in each}:
+    if name := _one_that_fails(may_be_divided, optimizers, mesh):
         raise ConfigurationError(
-            f"{min(names)} computes steps from the gradients of several parameters, changes weights between steps, "
+            f"{name} computes steps from the gradients of several parameters, changes weights between steps, "
             "or cannot be tried on small copies, so the ranks that hold a stage cannot share its states "
             "(shard_optimizer=true, or a plan that says so). Take shard_optimizer=false, or an optimizer that "
             "treats every parameter by itself, such as AdamW, Adafactor or Lion"
         )
+
+
+def refuse_kept_on_device(optimizers: Iterable[Optimizer], mesh: Mesh) -> None:
+    """Refuses optimizers that would step otherwise with their states in host memory; collective."""
+    if name := _one_that_fails(may_be_offloaded, optimizers, mesh):
+        raise ConfigurationError(
+            f"{name} computes steps from the gradients of several parameters, counts its steps, changes weights "
+            "between steps, or cannot be tried on small copies, so its states cannot lie in host memory "
+            "(optimizer_offload=all, or a plan that says so), where parameters are stepped bucket by bucket. Take "
+            "optimizer_offload=none, or an optimizer such as AdamW, Adafactor or Lion"
+        )
+
+
+def _one_that_fails(
+    test: Callable[[Optimizer], bool], optimizers: Iterable[Optimizer], mesh: Mesh
+) -> str | None:
+    """Returns the class of an optimizer of some rank that fails a test, the same on all ranks; collective."""
+    failed = [type(each).__name__ for each in optimizers if not test(each)]
+    return min((n for each in gathered_objects(failed, mesh.world) for n in each), default=None)
 
 
 @contextlib.contextmanager

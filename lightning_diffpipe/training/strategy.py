@@ -78,6 +78,7 @@ from lightning_diffpipe.training.processes import ProcessHooks
 from lightning_diffpipe.training.refusals import (
     hooks_come_later,
     refuse_arguments,
+    refuse_kept_on_device,
     refuse_on_several_ranks,
     refuse_optimizers,
     refuse_steps_apart,
@@ -122,6 +123,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             steps some of its parameters and sends them to the others, half as much again as to sum gradients.
             `"auto"`: where the plan would not fit otherwise, of ready-made modules (`Optimization`); optimizers of
             others are made when the plan is there.
+        optimizer_offload: Optimizer states lie in host memory, pinned for GPUs, and come to the device bucket
+            by bucket when the optimizer steps: `"none"`; `"all"`; `"auto"`: where no plan would fit without, also
+            with recomputed layers and fewer encoders, of ready-made modules as above. Refused for optimizers that
+            step parameters by each other's gradients, count their steps, or change weights in between.
         plan: A plan, or the path of one, to follow instead of searching. What is set above and is not
             what the plan has is refused; what is only planned with (`profile`, `cluster`,
             `optimizer_bytes_factor`) changes nothing.
@@ -168,6 +173,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         checkpointing: str = "auto",
         streaming: str = "auto",
         shard_optimizer: bool | Auto = "auto",
+        optimizer_offload: str = "auto",
         plan: PipelinePlan | str | Path | None = None,
         profile: Any = "measure",
         cluster: Any = "measure",
@@ -212,9 +218,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule,
             num_replicas=num_replicas, data_parallel=data_parallel, filling=filling,
             frozen_group_size=frozen_group_size, encoding_ranks=encoding_ranks,
-            checkpointing=checkpointing, streaming=streaming, shard_optimizer=shard_optimizer, plan=plan,
-            profile=profile, cluster=cluster, seed=seed, check_finite=check_finite, verify=verify,
-            optimizer_bytes_factor=optimizer_bytes_factor,
+            checkpointing=checkpointing, streaming=streaming, shard_optimizer=shard_optimizer,
+            optimizer_offload=optimizer_offload, plan=plan, profile=profile, cluster=cluster, seed=seed,
+            check_finite=check_finite, verify=verify, optimizer_bytes_factor=optimizer_bytes_factor,
         )  # fmt: skip
         self._arguments: tuple[Any, ...] = ()
         self._lock_step: LockStep | None = None
@@ -335,11 +341,13 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if self.plan is not None and (len(self.plan.stages) > 1 or sharding):
             for optimizer in self.optimizers:
                 self._running.connect(optimizer)
-        if sharding:
-            with raised_by_all():
-                refuse_undivided(self.optimizers, self._running.mesh)
-            for optimizer in self.optimizers:
-                self._until_teardown.callback(sharding.attach(optimizer))
+        offload = self.pipeline and self.pipeline.optimizer_offload
+        for way, refuse in ((sharding, refuse_undivided), (offload, refuse_kept_on_device)):
+            if way:
+                with raised_by_all():
+                    refuse(self.optimizers, self._running.mesh)
+                for optimizer in self.optimizers:
+                    self._until_teardown.callback(way.attach(optimizer))
         self.setup_precision_plugin()
         plugin: Any = self.precision_plugin
         if self.pipeline is not None and isinstance(self.pipeline.engine, FreeRunningEngine):
@@ -384,6 +392,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if options.shard_optimizer == "auto" and options.plan is None:
             may_share = hasattr(optimization, "may_be_shared") and optimization.may_be_shared()
             options = replace(options, shard_optimizer="auto" if may_share else False)
+        if options.optimizer_offload == "auto" and options.plan is None:
+            may_leave = (
+                hasattr(optimization, "may_be_offloaded") and optimization.may_be_offloaded()
+            )
+            options = replace(options, optimizer_offload="auto" if may_leave else "none")
         with hooks_come_later(), early_answers(self), generators_preserved(module):
             self.pipeline = prepare(
                 module, self._run_training_step, batch, options, self.process, self._arguments

@@ -167,12 +167,13 @@ def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Saving, ...]:
         f"frozen work {frozen}": replace(costs, **unfrozen),
         "links between stages": replace(costs, **links),
         "summing gradients": replace(costs, all_reduce_s=()),
+        "copying optimizer states": replace(costs, offload_s=()),
         f"imbalance (stage {slowest.index} is the slowest)": _balanced(plan, costs),
     }
     saved = {name: step_s - plan.step_s(changed) for name, changed in without.items()}
     # Even so the slowest stage waits for the first work, and others for the last.
     busy_s = (sum(costs.compute_s(i) for i in p if isinstance(i, Staged)) for p in plan.programs)
-    alone_s = plan.step_s(replace(costs, all_reduce_s=(), **unfrozen, **links))
+    alone_s = plan.step_s(replace(costs, all_reduce_s=(), offload_s=(), **unfrozen, **links))
     # Waiting that frozen work has filled is none: no more than all bubbles can be won.
     bubbles_s = step_s - plan.planned.no_bubble_limit_s
     saved["pipeline warm-up and cooldown"] = min(alone_s - max(busy_s), bubbles_s)

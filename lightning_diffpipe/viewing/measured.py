@@ -314,7 +314,7 @@ def explain_gap(
         after_s: Between two pipelines without loading: optimizer, callbacks, logging, checkpoints.
         loading_s: Time there in which the data loader was waited for.
     """
-    pipeline_s, planned_s = measured.iteration_s, plan.planned.iteration_s
+    pipeline_s, planned_s = measured.iteration_s, plan.pipeline_s
     parts, unfilled_s = list[GapPart](), None
     rest = PACE if plan.runs_free else PIPELINE
     if plan.costs is not None and not plan.runs_free:
@@ -334,7 +334,7 @@ def _computed_parts(
     plan: PipelinePlan, costs: PipelineCosts, measured: Timeline
 ) -> tuple[list[GapPart], PipelineCosts]:
     """Returns what each kind of work adds when measured seconds replace planned ones, and the costs so measured."""
-    parts, before_s = list[GapPart](), plan.planned.iteration_s
+    parts, before_s = list[GapPart](), plan.pipeline_s
     for name, kinds, fields in _as_measured(costs, measured):
         costs = replace(costs, **fields)
         now_s = simulate(plan.lowered, costs).iteration_s

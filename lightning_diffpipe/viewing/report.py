@@ -98,6 +98,11 @@ def numbers(plan: PipelinePlan) -> str:
         lines.append("encoders      in memory before training only (encode_first)")
     if plan.options.shard_optimizer is True:
         lines.append("optimizer     the ranks that hold a stage share its state")
+    if planned.offloaded_bytes:
+        held, copies = max(planned.offloaded_bytes), plan.costs.states_s if plan.costs else 0.0
+        lines.append(
+            f"optimizer     up to {size(held)} of states in host memory, copied there and back in {seconds(copies)}"
+        )
     for rank, num_bytes in enumerate(planned.streamed_bytes):
         if num_bytes:
             copied = planned.copied_bytes[rank], planned.copied_s[rank]

@@ -160,6 +160,8 @@ def test_clusters_from_plain_values():
         ({"global_batch_size": 8, "optimizer_bytes_factor": -5}, "must be a number >= 0"),
         ({"global_batch_size": 8, "averages_bytes_factor": -1}, "averages_bytes_factor must be a number"),
         ({"global_batch_size": 8, "shard_optimizer": "all"}, "must be true, false or 'auto'; got 'all'"),
+        ({"global_batch_size": 8, "optimizer_offload": True},
+         "unknown optimizer_offload=True; choose one of auto, none, all"),
         ({"global_batch_size": 8, "optimizer_bytes_factor": math.nan}, "must be a number >= 0"),
         ({"global_batch_size": 8, "optimizer_bytes_factor": math.inf}, "must be a number >= 0"),
         ({"global_batch_size": 8, "num_replicas": [1, 2], "num_stages": 3},
@@ -214,7 +216,7 @@ def test_memory_that_cannot_fit_says_by_how_much_and_what_would_fit():
     )
     cluster = Cluster(4, memory_bytes=1200)
     with pytest.raises(PlanError) as error:
-        find_plan(profile, cluster, PlanOptions(8, num_stages=2))
+        find_plan(profile, cluster, PlanOptions(8, num_stages=2, optimizer_offload="none"))
     # Four layers with weights, gradients and Adam's states on two ranks: 1200 bytes; one sample of activations: 40,
     # of two microbatches.
     assert str(error.value) == (

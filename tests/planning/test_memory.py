@@ -36,6 +36,8 @@ from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
+from lightning_diffpipe.viewing.explain import explain
+from lightning_diffpipe.viewing.report import report
 
 from .profiles import equal_profile
 from .sizes import peak_samples
@@ -93,6 +95,55 @@ def test_ranks_that_hold_a_stage_divide_optimizer_states_and_no_averages():
     unshared = replace(options, shard_optimizer=False)
     with pytest.raises(PlanError, match="shard_optimizer=True would fit"):
         find_plan(profile, replace(cluster, memory_bytes=999), unshared)
+
+
+def test_states_in_host_memory_take_two_slots():
+    """Two layers a rank, each with parameters of 60 and 40 bytes: 200 of weights, 200 of gradients, 400 of states.
+
+    Two slots for the states of 60 bytes take 240. Copies there and back of 400 bytes at 100 a second take 8 seconds
+    after the pipeline.
+    """
+    sizes = {"parameter_bytes": 100, "gradient_bytes": 100, "largest_gradient_bytes": 60}
+    options = PlanOptions(4, 2, 4, 1, 1, partition="uniform", optimizer_offload="all")
+    cluster = Cluster(2, host_bytes_per_s=100.0)
+    profile = equal_profile(4, **sizes, activation_bytes_per_sample=10)
+    away = find_plan(profile, cluster, options)
+    here = find_plan(profile, cluster, replace(options, optimizer_offload="none"))
+    assert here.planned.peak_memory_bytes == (400 + 400 + 40, 400 + 400 + 20)
+    assert away.planned.peak_memory_bytes == (400 + 240 + 40, 400 + 240 + 20)
+    assert away.planned.offloaded_bytes == (400, 400)
+    assert here.planned.offloaded_bytes == ()
+    assert away.planned.iteration_s == pytest.approx(here.planned.iteration_s + 8)
+    assert away.pipeline_s == pytest.approx(here.pipeline_s)
+    assert PipelinePlan.from_json(away.to_json()) == away
+    assert "up to 400 B of states in host memory, copied there and back in 8.00 s" in report(away)
+    assert "without copying optimizer states: 8.00 s less" in str(explain(away))
+
+
+def test_states_go_to_hosts_where_nothing_fits_otherwise_and_hosts_have_room():
+    sizes = {"parameter_bytes": 100, "gradient_bytes": 100, "largest_gradient_bytes": 60}
+    profile, options = equal_profile(4, **sizes), PlanOptions(4, 2, 4, 1, 1)
+    limits = {"host_bytes_per_s": 100.0, "host_memory_bytes": 800}
+    for memory, where in ((800, "none"), (799, "all"), (640, "all")):
+        plan = find_plan(profile, Cluster(2, memory_bytes=memory, **limits), options)
+        assert plan.options.optimizer_offload == where
+    with pytest.raises(PlanError, match=r"the smallest needs 640 .*, 1 too many"):
+        find_plan(profile, Cluster(2, memory_bytes=639, **limits), options)
+    short = Cluster(2, memory_bytes=799, **limits | {"host_memory_bytes": 799})
+    with pytest.raises(PlanError, match="copied from hosts then does not fit into 799 bytes"):
+        find_plan(profile, short, options)
+    none = replace(options, optimizer_offload="none")
+    with pytest.raises(PlanError, match="; optimizer_offload=all would fit"):
+        find_plan(profile, Cluster(2, memory_bytes=799, **limits), none)
+
+
+def test_without_a_flush_copies_are_in_the_pipeline():
+    profile = equal_profile(4, parameter_bytes=100, gradient_bytes=100)
+    options = PlanOptions(4, 2, 1, 1, 1, "pipedream", partition="uniform", optimizer_offload="all")
+    away = find_plan(profile, Cluster(2, host_bytes_per_s=100.0), options)
+    here = find_plan(profile, Cluster(2), replace(options, optimizer_offload="none"))
+    assert away.planned.iteration_s == pytest.approx(here.planned.iteration_s + 8)
+    assert away.pipeline_s == away.planned.iteration_s
 
 
 def test_an_exchange_holds_what_was_made_and_packed_and_what_arrives():

@@ -44,7 +44,8 @@ TWO_STAGES = PlanOptions(4, num_stages=2, num_microbatches=4, num_replicas=1, da
 
 
 def peaks(profile=FOUR, memory_bytes=None, **options):
-    plan = find_plan(profile, Cluster(2, memory_bytes=memory_bytes), replace(TWO_STAGES, **options))
+    options = replace(TWO_STAGES, **{"optimizer_offload": "none"} | options)
+    plan = find_plan(profile, Cluster(2, memory_bytes=memory_bytes), options)
     return plan.planned.peak_memory_bytes, [stage.recomputed for stage in plan.stages], plan
 
 
@@ -151,7 +152,7 @@ def test_layers_that_may_not_be_computed_again():
 def test_what_would_fit_is_named_with_the_step_it_promises():
     """All weights: 50 bytes of each layer and 150 of gradients and moments; adapters leave one and three."""
     with pytest.raises(PlanError) as error:
-        find_plan(FOUR, Cluster(1, memory_bytes=400), PlanOptions(4))
+        find_plan(FOUR, Cluster(1, memory_bytes=400), PlanOptions(4, optimizer_offload="none"))
     assert re.search(
         r"too many; adapters in place of all weights \(\d+ s a step\) or 4 ranks \(\d+ s a step\) would fit$",
         str(error.value),
@@ -161,8 +162,10 @@ def test_what_would_fit_is_named_with_the_step_it_promises():
         PlanError, match=r"; model.quantization=nf4 \(\d+ s a step\) or 4 r.* would fit$"
     ):
         find_plan(frozen, Cluster(1, memory_bytes=350), PlanOptions(4))
-    with pytest.raises(PlanError, match=r"; checkpointing=auto would fit$"):
-        find_plan(FOUR, Cluster(1, memory_bytes=1000), PlanOptions(4, checkpointing="none"))
+    options = PlanOptions(4, checkpointing="none", optimizer_offload="none")
+    remedies = "; optimizer_offload=all or checkpointing=auto would fit$"
+    with pytest.raises(PlanError, match=remedies):
+        find_plan(FOUR, Cluster(1, memory_bytes=1000), options)
 
 
 def test_4_bits_that_would_fit_are_streamed_and_dequantized():

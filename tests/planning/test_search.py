@@ -154,7 +154,8 @@ def simulated(model, pipelines, sizes, runs, name, placement):
     outline, waiting = scheduled(name, placement, tuple(sizes), parts)
     loads = frozen_loads(placement, sizes, parts, group, fills=False)
     holders = [pipelines * len(ranks) for ranks in placement.stage_ranks]
-    return makespan(outline, costs), max(peak_memory_bytes(model, waiting, runs, loads, holders))
+    step_s = makespan(outline, costs) + costs.states_s
+    return step_s, max(peak_memory_bytes(model, waiting, runs, loads, holders))
 
 
 def brute_force(profile, cluster, options):
@@ -423,10 +424,13 @@ def test_more_stages_than_ranks_are_interleaved():
 
 @pytest.mark.parametrize("seed", seeds(40, 20))
 def test_the_search_is_optimal_within_memory(seed):
-    """Optimizer states are not shared, are, or are where that makes the step faster."""
+    """Optimizer states are not shared, are, or are where that makes the step faster; on devices or on hosts."""
     profile, cluster, batch = random_case(seed, max_layers=6, memory=True)
-    shard = [False, True, "auto"][seed % 3]
-    options = PlanOptions(batch, num_microbatches=min(batch, 4), shard_optimizer=shard)
+    cluster = replace(cluster, host_bytes_per_s=20.0)
+    shard, where = [False, True, "auto"][seed % 3], ["none", "all"][seed % 2]
+    options = PlanOptions(
+        batch, num_microbatches=min(batch, 4), shard_optimizer=shard, optimizer_offload=where
+    )
     tried = (False, True) if shard == "auto" else (shard,)
     found = [brute_force(profile, cluster, replace(options, shard_optimizer=s)) for s in tried]
     best_s = min((step_s for step_s, _ in found if step_s is not None), default=None)
@@ -482,7 +486,7 @@ def test_a_cut_that_fits_is_found_among_more_than_can_be_tried(seed):
     "no plan fits" was the answer to half of these, up to a fifth above the least memory.
     """
     profile = layers_that_keep(random.Random(seed), 20, [1], range(2, 9))
-    options = PlanOptions(16, 4, 8, num_replicas=1, data_parallel=1)
+    options = PlanOptions(16, 4, 8, num_replicas=1, data_parallel=1, optimizer_offload="none")
     model = CostModel(profile, Cluster(4))
     (shape,) = shapes(model, options)
     assert count_of_cuts(model, shape) > cut_search.MOST_CUTS_TRIED
@@ -517,8 +521,9 @@ def test_a_cut_that_fits_is_found_whatever_layers_and_messages_weigh(seed, sched
     profile = layers_that_keep(rng, rng.randint(5, 9), [1, 5, 30], [1, 3, 360])
     stages, microbatches = rng.randint(2, num_ranks), rng.choice([3, 4, 8])
     options = PlanOptions(
-        8, stages, microbatches, data_parallel=1, schedule=schedule, shard_optimizer=seed % 2 == 0
-    )
+        8, stages, microbatches, data_parallel=1, schedule=schedule, shard_optimizer=seed % 2 == 0,
+        optimizer_offload=["none", "all"][seed // 2 % 2],
+    )  # fmt: skip
     check_limits(profile, num_ranks, options, (1, 1.1, 1.3), slower=1.3)
 
 
@@ -656,7 +661,8 @@ def calls_here(num_layers, num_ranks, batch, memory=0.3, **options):
     need = model.resident_bytes(whole) + model.activation_bytes(whole, 1)
     link = Link(300, 0.05)
     cluster = Cluster(num_ranks, 8, int(memory * need), link, link)
-    options = PlanOptions(batch, **{"shard_optimizer": False} | options)
+    fixed = {"shard_optimizer": False, "optimizer_offload": "none"}
+    options = PlanOptions(batch, **fixed | options)
     with cProfile.Profile() as calls:
         find_plan(profile, cluster, options)
     return pstats.Stats(calls).total_calls

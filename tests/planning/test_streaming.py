@@ -272,6 +272,7 @@ def test_bad_input():
 def test_hosts_have_room_for_what_is_streamed():
     """Two copies of the model would stream more than two halves of it, and be faster."""
     options, limits = PlanOptions(4), {"memory_bytes": 600, "host_bytes_per_s": 1e3}
+    options = replace(options, optimizer_offload="none")
     plans = [
         find_plan(EIGHT, Cluster(2, **limits, host_memory_bytes=host), options)
         for host in (None, 1600, 1599)
@@ -280,6 +281,6 @@ def test_hosts_have_room_for_what_is_streamed():
     assert plans[0].planned.streamed_bytes == (800,)
     assert plans[2].planned.iteration_s > plans[0].planned.iteration_s
     with pytest.raises(
-        PlanError, match="what is streamed then does not fit into 400 bytes a host; "
+        PlanError, match="what is copied from hosts then does not fit into 400 bytes of each; "
     ):
         find_plan(EIGHT, Cluster(2, **limits, host_memory_bytes=400), options)

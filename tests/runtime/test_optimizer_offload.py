@@ -1,0 +1,202 @@
+"""Optimizers whose states lie elsewhere between steps: the same bits, and two slots."""
+
+import copy
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from lightning_diffpipe.modules import Muon, Optimization, Prodigy
+from lightning_diffpipe.runtime import optimizer_offload
+from lightning_diffpipe.runtime.optimizer_offload import OptimizerOffload, may_be_offloaded
+
+SHAPES = (20, 30), (20,), (3, 30), (5,), (20, 29)
+LARGEST = 20 * 30 * 4
+
+
+def groups_of(parameters):
+    return [{"params": parameters[::2]}, {"params": parameters[1::2], "weight_decay": 0.0}]
+
+
+def made(make):
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    return parameters, make(groups_of(parameters))
+
+
+class Inheriting(torch.optim.AdamW):
+    """Calls a step that has the same hooks."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps, and decays by that."""
+
+    num_steps = 0
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.num_steps
+        return super().step(closure)
+
+
+class Switching(torch.optim.SGD):
+    """Swaps weights between steps, as schedule-free optimizers do."""
+
+    def train(self):
+        """Of no effect here."""
+
+    eval = train
+
+
+class Listing(torch.optim.SGD):
+    """Makes its states anew in each step, and has some in a list."""
+
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        with torch.no_grad():
+            for p in (p for group in self.param_groups for p in group["params"]):
+                if p.grad is not None:
+                    state = self.state[p]
+                    (before,) = state.get("sums", [torch.zeros_like(p)])
+                    state["sums"] = [before + p.grad]
+                    p.sub_(0.01 * state["sums"][0])
+        return loss
+
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ADAMW,
+        partial(ADAMW, fused=True),
+        partial(ADAMW, foreach=False, amsgrad=True),
+        partial(torch.optim.Adagrad, lr=1e-2),  # has states before its first step
+        partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+        partial(torch.optim.NAdam, lr=1e-2),
+        partial(torch.optim.Adafactor, lr=1e-2),
+        partial(Listing, lr=1e-2),
+        partial(Inheriting, lr=1e-2),
+        Muon,
+    ],
+)
+@pytest.mark.parametrize("has_closure", [False, True])
+def test_steps_bucket_by_bucket_are_those_of_all_parameters_to_the_last_bit(make, has_closure):
+    """Another parameter has no gradient in each step; hooks are called as often, and gradients stay."""
+    (ours, optimizer), (theirs, plain) = made(make), made(make)
+    assert may_be_offloaded(optimizer)
+    seen, offload = [], OptimizerOffload(torch.device("cpu"))
+    detach = offload.attach(optimizer)
+    for each in (optimizer, plain):
+        each.register_step_post_hook(lambda which, *_: seen.append(which))
+    for step in range(5):
+
+        def closure(parameters, step=step):
+            generator = torch.Generator().manual_seed(step)
+            for index, p in enumerate(parameters):
+                value = torch.randn(p.shape, generator=generator)
+                p.grad = None if index == step else value
+            return 1.5
+
+        for parameters, each in ((ours, optimizer), (theirs, plain)):
+            if has_closure:
+                assert each.step(partial(closure, parameters)) == 1.5
+            else:
+                closure(parameters)
+                each.step()
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one, other)
+            assert (one.grad is None) == (other.grad is None)
+            assert one.grad is None or torch.equal(one.grad, other.grad)
+    assert seen.count(optimizer) == seen.count(plain) >= 5
+    got, wanted = optimizer.state_dict(), plain.state_dict()
+    assert got["param_groups"] == wanted["param_groups"]
+    leaves = (pytree.tree_leaves(each["state"]) for each in (got, wanted))
+    for one, other in zip(*leaves, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    detach()
+    copied = offload.num_bytes_copied
+    optimizer.step()
+    assert offload.num_bytes_copied == copied > 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda groups: Prodigy(groups, lr=1.0),
+        partial(Counting, lr=1e-2),
+        partial(Switching, lr=1e-2),
+        lambda groups: torch.optim.LBFGS([p for group in groups for p in group["params"]]),
+    ],
+)
+def test_optimizers_that_would_step_otherwise_are_told(make):
+    _, optimizer = made(make)
+    assert not may_be_offloaded(optimizer)
+
+
+def test_ready_made_modules_know_whether_their_states_may_leave():
+    assert Optimization().may_be_offloaded()
+    assert not Optimization(lr=1.0, optimizer=Prodigy).may_be_offloaded()
+
+
+def test_no_more_than_two_buckets_are_on_the_device(monkeypatch):
+    """Counted by the memory that is made for states on the device, until it is free."""
+    parameters, optimizer = made(ADAMW)
+    held, make = [0], optimizer_offload._empty_like
+
+    def counted(tensor, device, **pinned):
+        new = make(tensor, device, **pinned)
+        if not pinned:  # on the device
+            held.append(held[-1] + new.nbytes)
+            weakref.finalize(new, lambda num_bytes: held.append(held[-1] - num_bytes), new.nbytes)
+        return new
+
+    monkeypatch.setattr(optimizer_offload, "_empty_like", counted)
+    offload = OptimizerOffload(torch.device("cpu"))
+    offload.attach(optimizer)
+    places = set()
+    for _ in range(3):
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        places.add(tuple(v.data_ptr() for v in pytree.tree_leaves([*optimizer.state.values()])[:2]))
+        assert held[-1] == 0
+    states = 2 * sum(p.nbytes for p in parameters)
+    assert offload.num_bytes_copied == states + 2 * 2 * states
+    assert LARGEST * 2 < max(held) <= 2 * LARGEST * 2 < states
+    assert len(places) == 1, "memory of the host is used again"
+
+
+def test_a_loaded_state_dict_goes_to_the_host_and_on():
+    (ours, optimizer), (theirs, plain) = made(ADAMW), made(ADAMW)
+    offload = OptimizerOffload(torch.device("cpu"))
+    offload.attach(optimizer)
+
+    def step(parameters, each):
+        for p in parameters:
+            p.grad = p.detach().sin()
+        each.step()
+
+    step(theirs, plain)
+    step(theirs, plain)
+    saved = copy.deepcopy(plain.state_dict())
+    with torch.no_grad():
+        for one, other in zip(ours, theirs, strict=True):
+            one.copy_(other)
+    offload.load(optimizer, saved)
+    assert optimizer.state_dict()["state"].keys() == saved["state"].keys()
+    for _ in range(2):
+        step(ours, optimizer)
+        step(theirs, plain)
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    later = optimizer.state_dict()["state"], plain.state_dict()["state"]
+    for one, other in zip(*map(pytree.tree_leaves, later), strict=True):
+        assert torch.equal(one, other)
