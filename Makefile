@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-tables test-fast test-distributed test-random test-oldest test-newest check wheel timeline golden models bench clean
+.PHONY: help setup demo test test-tables test-fast test-distributed test-random test-gpu-like test-oldest test-newest check wheel timeline golden models bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -47,6 +47,9 @@ test-tables: setup $(QUANTIZED)/.installed  ## every row of docs/models.md (each
 	$(BIN)/python -m pytest -q --tb=short --durations=5 -n 2 --dist worksteal -m table $(ARGS)
 	PYTHONPATH=$(QUANTIZED) $(BIN)/python -m pytest -q --tb=short tests/distributed/test_quantized.py \
 		tests/distributed/test_optimizers.py tests/modules/test_optimizers.py
+
+test-gpu-like: setup  ## tests of GPUs on some whose memory and arithmetic are the host's (tests/gpu_like; needs g++)
+	$(BIN)/python -m tests.gpu_like -m pytest -q --tb=short -n 2 -m gpu tests/test_gpu.py $(ARGS)
 
 # In a folder of their own: where they are installed, every process of diffusers and transformers imports them.
 $(QUANTIZED)/.installed: constraints.txt | setup

@@ -8,6 +8,8 @@ from importlib.metadata import version
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import gpu_like
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false")
 
@@ -17,6 +19,8 @@ _PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "
 settings.register_profile("tests", derandomize=True, **_PATIENT)
 settings.register_profile("random", max_examples=2000, **_PATIENT)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))
+
+gpu_like.install()
 
 # Half a million objects come with the imports of all tests, and stay: they are not searched for garbage meanwhile,
 # nor by collections during the tests (`all_objects_in_sight` says where they are needed).

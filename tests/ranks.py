@@ -28,6 +28,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from tests import gpu_like
+
 # Where GPUs are hidden (`conftest.py`); a process that has looked for them cannot be forked.
 _FORKS = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
 _CONTEXT: Any = multiprocessing.get_context("forkserver" if _FORKS else "spawn")
@@ -219,6 +221,7 @@ def _main(
     import torch
     import torch.distributed as dist
 
+    gpu_like.install()
     torch.set_num_threads(1)
     with (folder / f"{rank}.error").open("w") as report:
         faulthandler.enable(file=report)

@@ -2,10 +2,11 @@
 
 import math
 import os
+from collections import Counter
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_diffpipe import Predictor
@@ -13,6 +14,7 @@ from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.comm.waiting import SideStreams
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import attention_part, merged
+from tests import gpu_like
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
@@ -63,6 +65,8 @@ def test_one_rank_over_nccl_equals_one_process():
         {"num_stages": 4, "schedule": "interleaved"},
         {"num_stages": 2, "schedule": "zero_bubble"},
         {"num_stages": 1, "num_replicas": 2},  # sums of gradients, in a thread that waits
+        {"num_stages": 2, "optimizer_offload": "all"},  # through pinned memory, in two streams
+        {"num_stages": 1, "num_replicas": 2, "shard_optimizer": True},
     ],
 )
 def test_two_ranks_on_one_gpu_equal_one_process(strategy):
@@ -166,13 +170,43 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path):
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
+@pytest.mark.skipif(gpu_like.ACCELERATOR != "gpu", reason="only GPUs of tests/gpu_like count")
+@pytest.mark.parametrize("strategy", [{}, {"checkpointing": "all"}, {"optimizer_offload": "all"}])
+def test_a_step_waits_for_the_device_no_more_often_than_that_of_plain_lightning(strategy):
+    def waits_of_a_step(run, *arguments):
+        counts = []
+        for steps in (2, 6):
+            gpu_like.waits()
+            run(
+                settings({"max_steps": steps}, num_microbatches=1, num_stages=1, **strategy),
+                *arguments,
+            )
+            counts.append(Counter(gpu_like.waits()))
+        return {name: (count - counts[0][name]) / 4 for name, count in counts[1].items()}
+
+    def fit_one(chosen):
+        return fit(0, chosen, 1)
+
+    plain, ours = waits_of_a_step(reference, 1), waits_of_a_step(fit_one)
+    assert plain["copy to the host"] > 0
+    for name in ours.keys() - {"copy from memory that is not pinned"}:  # which waits for no kernel
+        assert ours[name] < plain.get(name, 0) + 0.5, name  # not in every step
+
+
+class ResetPeak(Callback):
+    """Leaves out what timing layers and copies has taken before."""
+
+    def on_train_start(self, *_):
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+
+
 def test_memory_is_what_was_planned():
     """Weights, gradients, Adam's moments and activations; the rest is held back, see `memory_bytes`."""
     torch.cuda.empty_cache()
     chosen = settings(num_stages=1, num_microbatches=2, profile="measure")
     chosen.module = {"num_blocks": 12}
     before = torch.cuda.memory_allocated(DEVICE)
-    torch.cuda.reset_peak_memory_stats(DEVICE)
+    chosen.trainer["callbacks"] = [ResetPeak()]
     outcome = fit(0, chosen, 1)
     peak = torch.cuda.max_memory_allocated(DEVICE) - before
     (planned,) = outcome.plan.planned.peak_memory_bytes
@@ -214,6 +248,12 @@ def test_kernels_of_attention_give_their_normaliser(width, dtype):
     assert (total[1].double() - norms).abs().max() < tolerance
 
 
+takes_time = pytest.mark.skipif(
+    not hasattr(torch._C, "_cuda_sleep"), reason="GPUs of tests/gpu_like do all at once"
+)
+
+
+@takes_time
 def test_events_are_past_when_the_device_has_come_by():
     clock = clock_for(DEVICE)
     torch.zeros(1, device=DEVICE)
@@ -227,6 +267,7 @@ def test_events_are_past_when_the_device_has_come_by():
     assert 0.02 < clock.seconds(start, stop) < 5
 
 
+@takes_time
 def test_what_begins_beside_waits_for_its_memory_only():
     streams, first = SideStreams(), torch.zeros(4, device=DEVICE)
     torch.cuda.synchronize()

@@ -15,6 +15,7 @@ from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.rng import derived_seed
 from lightning_diffpipe.graph.step import ModuleSplit
 from lightning_diffpipe.runtime.batch_layout import microbatch_sizes, num_samples, split
+from tests import gpu_like
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import run_ranks
 
@@ -86,8 +87,9 @@ class Recorder(L.Callback):
 def quiet_trainer(**options: Any) -> L.Trainer:
     """A trainer that prints and writes nothing and leaves the order of samples alone."""
     defaults = {
-        "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "use_distributed_sampler": False, "num_sanity_val_steps": 0, "max_epochs": 1,
+        "accelerator": gpu_like.ACCELERATOR, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0, "max_epochs": 1,
     }  # fmt: skip
     return L.Trainer(**{**defaults, **options})
 

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from lightning_diffpipe import ControlNetDiffusion, LatentDiffusion
 from lightning_diffpipe.modules import CascadedDiffusion
+from tests import gpu_like
 from tests.zoo.case import perturb
 
 
@@ -123,8 +124,8 @@ def save_checkpoint(module, path, **further):
 def fit(module, batch, folder, steps=3, validation=None, **options):
     """Trains some steps on one batch."""
     trainer = L.Trainer(
-        max_steps=steps, accelerator="cpu", default_root_dir=folder, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, **options,
+        max_steps=steps, accelerator=gpu_like.ACCELERATOR, default_root_dir=folder, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
     trainer.fit(module, DataLoader([batch] * steps, batch_size=None), validation)
     return trainer
