@@ -123,7 +123,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 def unpack(message: Tensor, shapes: Sequence[TensorShape], copy: bool = True) -> list[Tensor]:
     """Returns the tensors of a message.
 
-    With `copy` each is in memory of its own, aligned as if it had been computed here; else where they lie, for
+    With `copy` each is in memory of its own, aligned as if it had been computed here; else views of the buffer, for
     those who only copy them elsewhere.
     """
     if len(shapes) == 1:
@@ -243,6 +243,6 @@ class _Unpickler(pickle.Unpickler):
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Returns the memory in which a tensor lies, with the gaps between its elements; a view."""
+    """Returns the memory of a tensor, with the gaps between its elements; a view."""
     length = num_spanned(tensor.shape, tensor.stride())
     return tensor.detach().as_strided((length,), (1,)).view(torch.uint8)

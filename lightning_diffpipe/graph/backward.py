@@ -44,18 +44,18 @@ def in_own_memory(
     """Runs a backward inside; then copies first gradients of parameters that share memory, also with `others`."""
     first = [parameter for parameter in parameters if parameter.grad is None]
     yield
-    taken = set(map(_memory, others())) if first else set()
+    memories = set(map(_memory, others())) if first else set()
     for parameter in first:
         if parameter.grad is None:
             continue
         memory = _memory(parameter.grad)
-        if memory is not None and memory in taken:
+        if memory is not None and memory in memories:
             parameter.grad = parameter.grad.clone()
-        taken.add(memory)
+        memories.add(memory)
 
 
 def _memory(tensor: Tensor | None) -> int | None:
-    """Returns where a tensor lies; None if not in one piece of memory."""
+    """Returns the address of a tensor; None if it is not in one piece of memory."""
     if tensor is None or tensor.layout != torch.strided:
         return None
     return tensor.untyped_storage().data_ptr()
@@ -106,20 +106,20 @@ def input_gradients(
     pairs = list(zip(roots, flows, strict=True))
     starts = [(r, f) for r, f in pairs if r.grad_fn in graph.towards_inputs]
     others = [(r, f) for r, f in pairs if r.grad_fn not in graph.towards_inputs]
-    ends, given = [r for r, _ in starts], [f for _, f in starts]
-    wanted = [*inputs, *edges, *early]
+    ends, flows_in = [r for r, _ in starts], [f for _, f in starts]
+    targets = [*inputs, *edges, *early]
     try:
-        found = torch.autograd.grad(ends, wanted, given, retain_graph=True, allow_unused=True)
+        grads = torch.autograd.grad(ends, targets, flows_in, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
-    rest = iter(found)
+    rest = iter(grads)
     of_inputs, of_edges = list(islice(rest, len(inputs))), list(islice(rest, len(edges)))
     later = WeightGradients()
-    known = [(weight, flow) for weight, flow in zip(early, rest, strict=True) if flow is not None]
-    if known:  # to be added where the others are
-        weights = [weight for weight, _ in known]
-        later.calls.append((weights, [flow for _, flow in known], weights))
+    reached = [(weight, flow) for weight, flow in zip(early, rest, strict=True) if flow is not None]
+    if reached:  # to be added where the others are
+        weights = [weight for weight, _ in reached]
+        later.calls.append((weights, [flow for _, flow in reached], weights))
     for node, weights in separate.items():
         ways = [(i, flow) for i, flow in enumerate(recorded.get(node, ())) if flow is not None]
         if ways:
@@ -152,12 +152,12 @@ class _Graph:
                 self._weights[node] = frozenset().union(*below)
 
     def weights_below(self, nodes: Iterable[Node]) -> list[Tensor]:
-        found: dict[Tensor, None] = {}
-        wanted = frozenset().union(*(self._weights.get(node, frozenset()) for node in nodes))
+        below: dict[Tensor, None] = {}
+        reached = frozenset().union(*(self._weights.get(node, frozenset()) for node in nodes))
         for node in self._order:
-            if hasattr(node, "variable") and node.variable in wanted:
-                found[node.variable] = None
-        return list(found)
+            if hasattr(node, "variable") and node.variable in reached:
+                below[node.variable] = None
+        return list(below)
 
     def exits(self) -> tuple[dict[Node, list[Tensor]], list[tuple[Node, int]]]:
         """Returns the nodes at which ways to weights leave the ways to inputs.

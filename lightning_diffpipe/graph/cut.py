@@ -81,7 +81,7 @@ class Cut:
     """The trained path cut into stages.
 
     Attributes:
-        positions: Where the path was cut: stage s starts at position `positions[s - 1]` of the path.
+        positions: Cuts of the path: stage s starts at position `positions[s - 1]` of the path.
         frozen: The frozen layers, as if they were a stage of their own.
     """
 
@@ -107,8 +107,8 @@ def cut(
     Args:
         graph: The probed step.
         positions: Increasing positions in `graph.path`; none means a single stage.
-        stage_ranks: By stage: the ranks that hold it; None if every stage has ranks of its own.
-        first_stages: Where chains begin that know nothing of each other; see `planning.profile.joined`.
+        stage_ranks: Ranks that hold each stage; None if every stage has ranks of its own.
+        first_stages: First stages of chains that know nothing of each other; see `planning.profile.joined`.
         may_be_empty: Stages may have no layers: those of passes that this call sequence leaves out.
 
     Raises:
@@ -122,20 +122,20 @@ def cut(
             f"layer; choose increasing positions between 1 and {len(path) - 1}, or fewer stages, or "
             "a finer probe (a smaller max_share)"
         )
-    own = [frozenset(path[a:b]) for a, b in pairwise(bounds)]
-    last = len(own) - 1
+    runs = [frozenset(path[a:b]) for a, b in pairwise(bounds)]
+    last = len(runs) - 1
     frozen = frozenset(graph.frozen)
     ends = {stop - 1: range(first, stop) for first, stop in pairwise((*first_stages, last + 1))}
     read_at_end = {
-        s: frozenset(k for k in graph.tail_reads if k[0] in frozen.union(*(own[i] for i in chain)))
+        s: frozenset(k for k in graph.tail_reads if k[0] in frozen.union(*(runs[i] for i in chain)))
         for s, chain in ends.items()
     }
     reads = []
-    for s, layers in enumerate(own):
+    for s, layers in enumerate(runs):
         keys = read_at_end.get(s, frozenset()).union(*(graph.layers[i].reads for i in layers))
         reads.append(frozenset(key for key in keys if key[0] not in layers))
-    ways = _ways(graph, own, reads, ends, stage_ranks)
-    of_stages = enumerate(zip(own, reads, strict=True))
+    ways = _ways(graph, runs, reads, ends, stage_ranks)
+    of_stages = enumerate(zip(runs, reads, strict=True))
     stages = tuple(_stage_cut(graph, s, *both, ways, s in ends) for s, both in of_stages)
     if len(ends) > 1:
         parts = {s: tuple(sorted(k for k in read_at_end[s] if k[0] not in frozen)) for s in ends}
@@ -255,13 +255,13 @@ def boundary_bytes(graph: LayerGraph) -> tuple[int, ...]:
     """
     path = graph.path
     foldable = {call for call in graph.calls if _folds(graph, call)}
-    wanted: set[Value] = set(graph.stream(len(graph.layers)))
+    crossing: set[Value] = set(graph.stream(len(graph.layers)))
     sizes = [0] * (len(path) + 1)
     for k in range(len(path), 0, -1):
         if k < len(path):
-            wanted |= graph.stream(path[k])
+            crossing |= graph.stream(path[k])
         stop = path[k] if k < len(path) else len(graph.layers)
-        sizes[k] = _crossing_bytes(graph, wanted, stop, foldable)
+        sizes[k] = _crossing_bytes(graph, crossing, stop, foldable)
     return tuple(sizes)
 
 
@@ -306,22 +306,22 @@ def skips(graph: LayerGraph) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
                 seen |= output.parts
             else:
                 readers.setdefault(value, set()).add(position)
-    found = []
+    long_reads = []
     for value, positions in readers.items():
         if isinstance(value, int):
             folded = graph.folded[value]
             inside, size = range(folded.call.first, folded.call.stop), folded.num_bytes
         else:
             inside, size = range(value[0], value[0] + 1), graph.spec(value).nbytes
-        made = max((at[layer] for layer in inside if layer in at), default=len(path))
-        later = tuple(sorted(position for position in positions if position > made))
-        if later and later[-1] - made >= max(2, len(path) // _SKIP_SHARE):
-            found.append((size, made, later))
-    return tuple(sorted(found))
+        maker = max((at[layer] for layer in inside if layer in at), default=len(path))
+        later = tuple(sorted(position for position in positions if position > maker))
+        if later and later[-1] - maker >= max(2, len(path) // _SKIP_SHARE):
+            long_reads.append((size, maker, later))
+    return tuple(sorted(long_reads))
 
 
 def _folds(graph: LayerGraph, call: ContainerCall) -> bool:
-    """Returns whether a container becomes one layer of a stage if it lies within it."""
+    """Returns whether a container becomes one layer of a stage if it is within it."""
     on_path = any(not graph.layers[i].frozen for i in range(call.first, call.stop))
     stays = call.draws_random or call.name in graph.leaky or is_mixed(graph, call)
     return on_path and not stays

@@ -200,7 +200,7 @@ Value = TensorKey | int
 
 @dataclass(frozen=True, slots=True)
 class FoldedOutput:
-    """An output of an expanded container, and its parts: one tensor, where the container lies within one stage."""
+    """An output of an expanded container, and its parts: one tensor, where the container is within one stage."""
 
     call: ContainerCall
     num_bytes: int

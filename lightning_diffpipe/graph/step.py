@@ -250,13 +250,13 @@ def argument_rows(
     dims: Sequence[Any], more: Sequence[Any] | None, num_samples: int | None
 ) -> tuple[int | None, ...] | None:
     """Returns rows per sample of every leaf of the arguments; None if the arguments cannot be cut."""
-    found = output_rows(dims, more, num_samples)
+    rows = output_rows(dims, more, num_samples)
     # Of what is no tensor the number of samples may be among its values.
     fits = (
         size == larger if isinstance(size, str) else size_rows is not None
-        for size, larger, size_rows in zip(dims, more or (), found, strict=False)
+        for size, larger, size_rows in zip(dims, more or (), rows, strict=False)
     )
-    return tuple(found) if any(found) and all(fits) else None
+    return tuple(rows) if any(rows) and all(fits) else None
 
 
 def output_rows(
@@ -369,9 +369,9 @@ def weight_of(out: Any) -> Tensor | float | None:
         return weight.detach().reshape(())
     if weight is None or (isinstance(weight, Real) and not isinstance(weight, bool)):
         return None if weight is None else float(weight)
-    found = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"{weight!r}"
+    shown = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"{weight!r}"
     raise GraphError(
-        f'the step returned a "weight" of {found} beside the loss; return one number, which says how much the loss '
+        f'the step returned a "weight" of {shown} beside the loss; return one number, which says how much the loss '
         "of a microbatch counts, such as the number of tokens it is a mean over"
     )
 

@@ -109,10 +109,10 @@ class DummyMemory:
 
 
 def _by_layer(keys: Any) -> dict[int, frozenset[int]]:
-    found: dict[int, set[int]] = {}
+    leaves_of: dict[int, set[int]] = {}
     for layer, leaf in keys:
-        found.setdefault(layer, set()).add(leaf)
-    return {layer: frozenset(leaves) for layer, leaves in found.items()}
+        leaves_of.setdefault(layer, set()).add(leaf)
+    return {layer: frozenset(leaves) for layer, leaves in leaves_of.items()}
 
 
 _NONE: frozenset[int] = frozenset()
@@ -122,9 +122,9 @@ class View:
     """A module whose step runs with some of its layers, and stubs for all others.
 
     Args:
-        cut: What is executed, received and sent here.
+        cut: Layers executed, and tensors received and sent here.
         interception: Installed on the root; shared by all views of it.
-        memory: What dummies are made of, to be shared by all views of a rank.
+        memory: Storage of dummies, to be shared by all views of a rank.
         recomputed: Layers, before folding, whose activations the backward computes again instead of storing them.
         stream: Has the weights of those of them that are streamed.
     """
@@ -192,7 +192,7 @@ class StubbedRun(Run):
         self._inside = self._in_fine = self._stopping = False
 
     def checkpoints_layers(self) -> bool:
-        """Returns whether a checkpoint called now lies around layers."""
+        """Returns whether a checkpoint called now would enclose layers."""
         return not self._inside
 
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -544,10 +544,10 @@ class StageRun(StubbedRun):
         if roots:
             try:
                 with rng.preserved(self._view.graph.host_random):
-                    found, self._later = input_gradients(roots, flows, leaves)
+                    gradients, self._later = input_gradients(roots, flows, leaves)
             except NestedExits:
                 return self.backward(grad_outputs, loss_scale)
-            for leaf, gradient in zip(leaves, found, strict=True):
+            for leaf, gradient in zip(leaves, gradients, strict=True):
                 leaf.grad = gradient
         return self._input_gradients(grads)
 
@@ -575,9 +575,9 @@ class StageRun(StubbedRun):
         for key in self._view.cut.received_gradients:
             leaf = self._leaves.get(key)
             both = None if leaf is None else leaf.grad, grads.get(key)
-            found = [gradient for gradient in both if gradient is not None]
-            if found:  # from layers here, and passed through
-                result[key] = found[0] if len(found) == 1 else found[0] + found[1]
+            gradients = [gradient for gradient in both if gradient is not None]
+            if gradients:  # from layers here, and passed through
+                result[key] = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
             else:
                 device = leaf.device if leaf is not None else None
                 result[key] = self._view.graph.spec(key).empty(device).zero_()

@@ -146,12 +146,12 @@ class Cluster:
             >>> Cluster(2, p2p=Link(1e9, 1e-5)).changed({"p2p": {"latency_s": 2e-5}}).p2p.bandwidth_bytes_per_s
             1000000000.0
         """
-        kept = self.to_dict()
+        merged = self.to_dict()
         for key, value in values.items():
-            old = kept.get(key, kept.get(key.removesuffix("_between_hosts")))
+            old = merged.get(key, merged.get(key.removesuffix("_between_hosts")))
             both = isinstance(old, Mapping) and isinstance(value, Mapping)
-            kept[key] = {**old, **value} if both else value  # type: ignore[dict-item]
-        return Cluster.from_dict(kept)
+            merged[key] = {**old, **value} if both else value  # type: ignore[dict-item]
+        return Cluster.from_dict(merged)
 
     def to_json(self) -> str:
         """Writes `diffpipe-cluster/1`."""

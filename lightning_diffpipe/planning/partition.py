@@ -41,7 +41,7 @@ class Stage:
         num_replicas: Ranks that hold a copy and take the microbatches in turn.
         ranks: Their positions in the pipeline; empty means those after the ranks of the stage before.
             Named where one rank holds several stages.
-        pass_index: Which of several passes its calls belong to; the layers of stages of other passes with the same
+        pass_index: Number of the pass its calls belong to; the layers of stages of other passes with the same
             position are the same.
         gradient: Whether a gradient comes back to it; else it forwards only.
         recomputed: Those of its layers whose activations the backward computes again.
@@ -202,12 +202,12 @@ def partition_fronts(
 
 
 def _pareto(points: Iterable[tuple[float, float, Partition, Cut]]) -> tuple[Partition, ...]:
-    kept, lowest = [], math.inf
+    front, lowest = [], math.inf
     for slowest, sync, before, cut in sorted(points, key=lambda p: (p[0], p[1], p[3])):
         if sync < lowest - 1e-12:
-            kept.append(Partition(slowest, sync, (*before.cuts, cut)))
+            front.append(Partition(slowest, sync, (*before.cuts, cut)))
             lowest = sync
-    return tuple(kept)
+    return tuple(front)
 
 
 def minimax_cuts(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -227,9 +227,9 @@ def minimax_cuts(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
         reach = lambda _, first: bisect_right(ends, ends[first] + limit) - 1
         return greedy_cuts(len(times), num_stages, reach)
 
-    found = least_limit(within, ends[-1] / num_stages, ends[-1] * (1 + 1e-9), 1e-9)
-    assert found is not None
-    return found[1][:-1]
+    best = least_limit(within, ends[-1] / num_stages, ends[-1] * (1 + 1e-9), 1e-9)
+    assert best is not None
+    return best[1][:-1]
 
 
 def greedy_cuts(
@@ -280,10 +280,10 @@ def least_limit(
         return None
     while high - low > precision * high:
         middle = (low + high) / 2
-        if (found := within(middle)) is None:
+        if (way := within(middle)) is None:
             low = middle
         else:
-            high, best = middle, found
+            high, best = middle, way
     return low, best
 
 
@@ -416,13 +416,13 @@ def opposite_cuts(
         )
     a, b = [0.0, *accumulate(down)], [0.0, *accumulate(reversed(up))]
     fullest = lambda so_far, one, other: max(so_far, one + other)
-    even_share, above, found = (a[-1] + b[-1]) / num_ranks, _FIRST_SLACK, None
-    while found is None:
-        found = _ways(a, b, num_ranks, even_share * (1 + above) + 1e-12, fullest)
+    even_share, above, best = (a[-1] + b[-1]) / num_ranks, _FIRST_SLACK, None
+    while best is None:
+        best = _ways(a, b, num_ranks, even_share * (1 + above) + 1e-12, fullest)
         above *= 2
-    most = found[0] * (1 + max(slack, 1e-9))
+    most = best[0] * (1 + max(slack, 1e-9))
     uneven = lambda so_far, one, other: so_far + one * one + other * other
-    _, edges = _ways(a, b, num_ranks, most, uneven) or found
+    _, edges = _ways(a, b, num_ranks, most, uneven) or best
     last = len(up)
     return tuple(i for i, _ in edges[:-1]), tuple(last - j for _, j in reversed(edges[1:]))
 

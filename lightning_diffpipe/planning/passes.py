@@ -96,7 +96,7 @@ def schedule_of_passes(
 
 
 def widened(schedule: Schedule, placement: Placement, pass_size: int = 1) -> Schedule:
-    """Makes a schedule for a step that calls layers again before what is planned, where their weights lie.
+    """Makes a schedule for a step that calls layers again before what is planned, on the ranks with their weights.
 
     Passes of `pass_size` stages whose last one gets no gradient become waves of forwards, stage by stage; backwards
     of their earlier stages follow those of the planned stages, with which `placement` ends. For other passes list
@@ -117,14 +117,14 @@ def widened(schedule: Schedule, placement: Placement, pass_size: int = 1) -> Sch
         most = placement.num_stages - 1
         return Schedule(placement, size, chain_programs(placement, size, most, splits))
     programs: list[Program] = []
-    for rank, own in enumerate(schedule.programs):
+    for rank, rank_program in enumerate(schedule.programs):
         program: list[Staged] = [
             (ForwardNoGrad if stage in no_grad else Forward)(stage, microbatch)
             for stage in placement.stages_of(rank)
             if stage < more
             for microbatch in placement.microbatches_of(stage, rank, size)
         ]
-        for i in own:
+        for i in rank_program:
             if not isinstance(i, Staged):
                 continue  # frozen work, which every batch has of its own
             program.append(replace(i, stage=more + i.stage))

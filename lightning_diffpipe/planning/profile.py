@@ -343,9 +343,9 @@ class EncoderProfile:
     @property
     def stored_first(self) -> tuple[bool, ...]:
         """Whether results of each layer can be stored before training, as far as is known."""
-        known = self.cacheable is not False
+        cacheable = self.cacheable is not False
         seen = (layer.follows_sample for layer in self.layers)
-        return tuple(known if follows is None else follows for follows in seen)
+        return tuple(cacheable if follows is None else follows for follows in seen)
 
     def read_at(self, moved: Callable[[tuple[int, ...]], tuple[int, ...]]) -> EncoderProfile:
         """Returns the same with other positions of the layers that read its results."""
@@ -395,14 +395,14 @@ class ModelProfile:
         if len(set(names)) < len(names):
             raise ProfileError(f"backbones and encoders need different names; got {names}")
         finished: set[str] = set()
-        known = {encoder.name for encoder in self.encoders}
+        listed = {encoder.name for encoder in self.encoders}
         for encoder in self.encoders:
-            if unknown := [name for name in encoder.needs if name not in known]:
+            if unknown := [name for name in encoder.needs if name not in listed]:
                 raise ProfileError(f"encoder {encoder.name!r} needs {unknown[0]!r}, which is none")
         for _ in self.encoders:
             finished |= {e.name for e in self.encoders if finished.issuperset(e.needs)}
-        if finished != known:
-            raise ProfileError(f"encoders need each other in a circle: {sorted(known - finished)}")
+        if finished != listed:
+            raise ProfileError(f"encoders need each other in a circle: {sorted(listed - finished)}")
 
     @property
     def layers(self) -> tuple[LayerProfile, ...]:

@@ -71,27 +71,27 @@ def recomputed_where_needed(
                 continue
             for rank in pipeline.placement.stage_ranks[stage]:
                 waiting = pipeline.peak(rank)[stage]
-                one = Waiting(waiting.samples / max(waiting.microbatches, 1), 1)
+                single = Waiting(waiting.samples / max(waiting.microbatches, 1), 1)
                 more = _kept_bytes(whole, waiting) - _kept_bytes(layers[position], waiting)
-                stored[rank][position] = more, _kept_bytes(whole, one)
+                stored[rank][position] = more, _kept_bytes(whole, single)
             if layers[
                 position
             ].streamed_bytes:  # whose backward needs weights that are copied again
                 continue
-            most = max(own[position][0] for own in stored if position in own)
+            most = max(savings[position][0] for savings in stored if position in savings)
             gains[position] = whole.forward_s.at(size) / max(most, 1.0)
     room = [
-        limit - peak + _largest(own)
-        for limit, peak, own in zip(limits, peak_memory_bytes, stored, strict=True)
+        limit - peak + _largest(savings)
+        for limit, peak, savings in zip(limits, peak_memory_bytes, stored, strict=True)
     ]
     for position in sorted(gains, key=lambda each: (-gains[each], each)):
-        ranks = [rank for rank, own in enumerate(stored) if position in own]
+        ranks = [rank for rank, savings in enumerate(stored) if position in savings]
         rest = {r: {k: v for k, v in stored[r].items() if k != position} for r in ranks}
         if all(room[r] - stored[r][position][0] >= _largest(rest[r]) for r in ranks):
             for rank in ranks:
                 room[rank] -= stored[rank][position][0]
                 stored[rank] = rest[rank]
-    return frozenset(position for own in stored for position in own)
+    return frozenset(position for savings in stored for position in savings)
 
 
 def _largest(stored: Mapping[int, tuple[float, float]]) -> float:

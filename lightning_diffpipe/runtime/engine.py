@@ -35,13 +35,13 @@ from lightning_diffpipe.runtime.upcoming import Filling, PreparedBatches, Upcomi
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves besides gradients.
+    """Results of a step besides gradients.
 
     Attributes:
         loss: Mean loss over the samples of the pipeline's batch; a scalar, equal on all its ranks.
-        logged: What the user's step logged, combined over microbatches as `reduce_fx` says.
+        logged: Metrics that the user's step logged, combined over microbatches as `reduce_fx` says.
         num_samples: Samples of the pipeline's batch.
-        recording: When this rank ran what.
+        recording: Start and stop of the instructions of this rank.
         alarm: A rank of the pipeline gave one.
         batch_index: Number of the batch, where it is not that of the step.
     """

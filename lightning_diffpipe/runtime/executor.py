@@ -48,7 +48,7 @@ class PendingWait:
     """A rank at a wait.
 
     Attributes:
-        instruction: What it stands at.
+        instruction: The instruction it is at.
         is_ready: Returns whether it could go on at once.
     """
 
@@ -69,7 +69,7 @@ class Executor:
         gather_ends: Begins to bring what the loss reads of several chains to one rank; `None` likewise.
         share_results: Begins to bring loss and metrics of the microbatches to all ranks; `None` likewise.
         clock: Stamps the measured timeline.
-        recording: When the instructions of the running, or last, program ran.
+        recording: Start and stop of the instructions of the running, or last, program.
         position: The instruction it stands at.
         flushes: Nothing is under way when a program has ended.
         update: Steps the optimizers, whose gradients are those of a batch of which this is the last microbatch.
@@ -192,7 +192,7 @@ def run_alone(
 
     Args:
         executor: This rank.
-        program: Its instructions.
+        program: Instructions of this rank.
         works: The microbatches.
         frozen: The frozen parts.
         filler: Frozen work of coming batches; what it has of this one is done first.

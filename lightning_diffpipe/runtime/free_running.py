@@ -50,7 +50,7 @@ class WeightVersions:
 
     Args:
         parameters: What is trained here.
-        delay: By how many steps the weights of a batch are older than its number.
+        delay: Number of steps by which the weights of a batch are older than its number.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], delay: int) -> None:
@@ -117,7 +117,7 @@ class FreeRunningEngine(Engine):
         layout: Lays batches out; one stage on each rank.
         reducer: Sums gradients over pipelines side by side.
         parameters: What is trained here.
-        staleness: By how many batches the weights are older than a batch that this rank runs with them.
+        staleness: Number of batches by which weights are older than a batch that this rank runs with them.
         check_finite: Look for NaN and infinity at stage boundaries.
         transport: Carries messages; made from the mesh if not given.
 
@@ -164,13 +164,13 @@ class FreeRunningEngine(Engine):
     def advance(
         self, batch: Any, batch_index: int, arguments: tuple[Any, ...] = (), alarm: bool = False
     ) -> list[StepResult]:
-        """Forwards a batch, takes back what is due, and steps the optimizers after it.
+        """Forwards a batch, returns the results that have arrived, and steps the optimizers after it.
 
         Args:
             batch: This pipeline's batch, on this rank's device.
             batch_index: Number of the batch since training began; seeds its random numbers.
             arguments: Further arguments of the step.
-            alarm: What this rank wants all ranks of the pipeline to hear of, with this batch's results.
+            alarm: Whether this rank raises one, which all ranks of the pipeline learn with this batch's results.
 
         Returns:
             Results of batches before, or of this one, that all ranks know by now; none while the pipeline fills.

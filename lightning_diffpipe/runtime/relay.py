@@ -101,8 +101,8 @@ class RelayRun(Run):
     """Answers calls while a relay view is active.
 
     Attributes:
-        owners: By the identity of a parameter, who answers for it, and its name.
-        state: By the name of a module, who keeps buffers inside it.
+        owners: Owner and name of each parameter, by its identity.
+        state: Owner of the buffers inside of each module, by the module's name.
         share: As for the view.
         inside: A module runs, or this rank calls modules by itself.
         offloads: This rank has offloaded parameters.
@@ -144,10 +144,10 @@ class RelayRun(Run):
         if not torch.is_grad_enabled():
             return out
         leaves = pytree.tree_leaves((args, kwargs))
-        given = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-        given += [torch.zeros((), requires_grad=True)] if is_trained else []
+        differentiable = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        differentiable += [torch.zeros((), requires_grad=True)] if is_trained else []
         return _without_graph(
-            out, f"{site.name}, which position {owner} of the pipeline ran", given
+            out, f"{site.name}, which position {owner} of the pipeline ran", differentiable
         )
 
     def fetched(self, parameter: Tensor) -> Tensor | None:
@@ -170,7 +170,7 @@ class RelayRun(Run):
             return None if is_placeholder(parameter) else parameter.detach()
 
     def _execute(self, site: Site, args: Any, kwargs: Any) -> tuple[Any, rng.RandomState | None]:
-        """Returns the output of a module, and where it has left the generators, if it has drawn."""
+        """Returns the output of a module, and the states of the generators after it, if it sampled."""
         self.inside, before = True, rng.capture(host=True)
         try:
             return site.diffpipe_original(*args, **kwargs), rng.moved(before)
@@ -243,7 +243,7 @@ class RelayChannel:
 
         Args:
             owner: Position of the rank that ran the layer.
-            output: Its output there; ignored elsewhere.
+            output: Output of the module there; ignored elsewhere.
 
         Returns:
             The output, tensors on this rank's device.

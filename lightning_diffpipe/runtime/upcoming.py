@@ -63,13 +63,13 @@ Upcoming = Sequence[tuple[Any, tuple[Any, ...]]]
 
 @dataclass(frozen=True)
 class Filling:
-    """How bubbles are filled.
+    """Settings of bubble filling.
 
     Attributes:
         mode: `"opportunistic"` or `"planned"`, see `runtime/bubbles.py`; `None` by backend.
         adapts: Shares of the ranks follow what is measured.
         planned_shares: Weights of the ranks to begin with; equal if empty.
-        lookahead_batches: Batches whose frozen layers may run before they are due.
+        lookahead_batches: Number of batches whose frozen layers may run in advance.
     """
 
     mode: FillingMode | None = None
@@ -87,7 +87,7 @@ class _Prepared(NamedTuple):
 
 
 class _Past(NamedTuple):
-    """What later steps need of one that is over; `ran` is None if its frozen work was not known before."""
+    """Results of an ended step that later ones need; `ran` is None if its frozen work was not known before."""
 
     recording: Recording
     ended_s: float
@@ -226,7 +226,7 @@ class GroupShares:
         adapts: Whether the shares follow what is measured, if there are several ranks.
         planned: Weights of the ranks to begin with; equal if not given.
         period: Batches over which shares are whole numbers of groups.
-        num_encoding: So many ranks encode, the last ones; None for all.
+        num_encoding: Number of ranks that encode, the last ones; None for all.
     """
 
     num_ranks: int
@@ -290,8 +290,8 @@ class GroupShares:
         gathered = self.gather([statistics.median_low(times or [0.0]) for times in seen])
         for times in seen:
             times.clear()
-        known = [group for _, _, group in gathered if group > 0]
-        if not known:
+        groups_s = [group for _, _, group in gathered if group > 0]
+        if not groups_s:
             return
         current = self._counts_of_period(total_groups)
         self._tried[current] = max(step for step, _, _ in gathered)
@@ -300,7 +300,7 @@ class GroupShares:
             self._weights = [float(count) for count in best]
             return
         busy_s = [busy * self.period for _, busy, _ in gathered]
-        group_s = sum(known) / len(known)
+        group_s = sum(groups_s) / len(groups_s)
         # All that encode would end together.
         even = (0,) * self._others + even_shares(busy_s[self._others :], group_s, sum(current))
         won_s = all_done_s(busy_s, current, group_s) - all_done_s(busy_s, even, group_s)

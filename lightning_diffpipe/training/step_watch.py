@@ -42,7 +42,7 @@ _NOT_FINITE = (
 
 @dataclass(frozen=True)
 class _Finite:
-    """Whether the loss of a step is finite, and its gradients, if they are whole, once `event` has happened."""
+    """Finiteness of the loss of a step, and of its gradients, if they are whole, once `event` has happened."""
 
     finite: Tensor
     event: torch.cuda.Event | None
@@ -83,7 +83,7 @@ class StepWatch:
         """Looks at training flags; takes microseconds as long as they are as they were.
 
         Raises:
-            ConfigurationError: They are not, and the step draws other random numbers or writes other
+            ConfigurationError: They are not, and the step samples other random numbers or writes other
                 buffers because of it; names the modules.
         """
         modes = self._current_modes()
@@ -122,7 +122,7 @@ class StepWatch:
         """Looks at gradients, and at the loss; on a GPU, at those of the step before.
 
         Args:
-            loss: Of the step.
+            loss: Loss of the step.
             number: The batch's, since training began.
             whole: Gradients are those of all ranks and of a whole accumulation window.
 
@@ -191,13 +191,13 @@ class StepWatch:
 
         There nothing gets a gradient, either.
         """
-        found = self._current_modes()
+        modes = self._current_modes()
         self._set_modes(self._modes)
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 yield
         finally:
-            self._set_modes(found)
+            self._set_modes(modes)
 
     def _set_modes(self, modes: list[bool]) -> None:
         for module, mode in zip(self._modules, modes, strict=True):

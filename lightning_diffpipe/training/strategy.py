@@ -106,7 +106,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         num_replicas: Ranks per stage: one number for all, a sequence with one number for each, or `"auto"`.
         data_parallel: Pipelines side by side on different data; `"auto"` uses ranks left over by
             `num_stages` and `num_replicas`.
-        filling: Where frozen layers run. `"shares"` runs those of the next batches while a rank waits;
+        filling: Placement of frozen layers. `"shares"` runs those of the next batches while a rank waits;
             `"none"` runs a batch's own before the pipeline, spread over all ranks; `"auto"` takes the
             faster of the two that fits into memory.
         frozen_group_size: Samples on which frozen layers run at a time; `"auto"` weighs what small groups
@@ -236,7 +236,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     @property
     def plan(self) -> PipelinePlan | None:
-        """What each rank does; known once training has been set up."""
+        """Plan of all ranks; known once training has been set up."""
         return self.pipeline.plan if self.pipeline else None
 
     @property
@@ -255,7 +255,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     @property
     def mesh(self) -> Mesh | None:
-        """Who is in which pipeline: that of the plan, or of what is known before there is one, or without one."""
+        """Ranks of each pipeline: of the plan, or of what is known before there is one, or without one."""
         return self.pipeline.mesh if self.pipeline else self._data_mesh
 
     @property
@@ -433,9 +433,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Returns options that callbacks decide: what averages take, and whether encoders leave memory."""
         from lightning_diffpipe.callbacks.ema import EMA
 
-        kept = (callback for callback in trainer.callbacks if isinstance(callback, EMA))
+        averages = (callback for callback in trainer.callbacks if isinstance(callback, EMA))
         return {
-            "averages_bytes_factor": sum(c.bytes_factor(self.lightning_module) for c in kept),
+            "averages_bytes_factor": sum(c.bytes_factor(self.lightning_module) for c in averages),
             "encode_first": bool(_caches(trainer)),
         }
 

@@ -63,7 +63,7 @@ class ListScheduling:
     """Finds orders of work; microbatches pass every stage in order.
 
     Attributes:
-        placement: Where the stages run, each on one rank.
+        placement: Rank of each stage, one for each.
         ticks: Time of a kind of work on a stage; only proportions matter.
         most_in_flight: Microbatches that a stage may have forwarded, and kept something of.
         splits_backward: Backwards run in two parts, where a stage sends a gradient on.
@@ -148,8 +148,8 @@ class ListScheduling:
             needs = BackwardInput(stage, microbatch)
         else:
             after = self.after[stage]
-            own = Forward(stage, microbatch)
-            needs = own if after is None else self.backward[after][0](after, microbatch)
+            forward = Forward(stage, microbatch)
+            needs = forward if after is None else self.backward[after][0](after, microbatch)
         return needs is None or self.ended.get(needs, math.inf) <= self.now
 
 
