@@ -9,9 +9,8 @@ laid a tensor out differently would sample other noise. Sampling needs no stride
 have no padding either, so that the bytes counted are those of the papers' formulas.
 
 Batches of a data loader, and results of layers in evaluation, are anything that can be pickled. Their tensors
-travel outside the pickle, by any backend, and lie at the receiver as they do at the sender (`pickled_value`),
-wherever they are, in containers or deep inside an object such as a distribution: pickled along, they
-would come back on the device that their sender has.
+travel outside the pickle, by any backend, and keep their strides (`pickled_value`), wherever they are, in
+containers or deep inside an object such as a distribution: pickled along, they would keep their sender's device.
 """
 
 from __future__ import annotations

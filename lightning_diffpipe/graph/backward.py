@@ -89,14 +89,14 @@ def input_gradients(
     """Runs the first half, from roots and their gradients `flows`.
 
     Returns:
-        Gradients of leaves, `inputs`, `None` where no way leads to one; and the second half.
+        Gradients of leaves, `inputs`, `None` for those that roots do not depend on; and the second half.
     """
     graph = _Graph(roots, inputs)
     if not graph.towards_inputs:
         joint = [(list(roots), list(flows), graph.weights_below([r.grad_fn for r in roots]))]
         return [None] * len(inputs), WeightGradients([call for call in joint if call[2]])
     separate, shared = graph.exits()
-    # These compute all gradients together, whichever are asked for.
+    # The backwards of these nodes compute all gradients at once, so their weights get theirs in this half.
     norm = "NativeGroupNormBackward0"
     whole = [n for n in separate if isinstance(n, BackwardCFunction) or n.name() == norm]
     early = [weight for node in whole for weight in separate.pop(node)]
@@ -113,7 +113,7 @@ def input_gradients(
     finally:
         for handle in handles:
             handle.remove()
-    rest = iter(grads)
+    rest = iter(grads)  # in the order of `targets`
     of_inputs, of_edges = list(islice(rest, len(inputs))), list(islice(rest, len(edges)))
     later = WeightGradients()
     reached = [(weight, flow) for weight, flow in zip(early, rest, strict=True) if flow is not None]
@@ -121,10 +121,11 @@ def input_gradients(
         weights = [weight for weight, _ in reached]
         later.calls.append((weights, [flow for _, flow in reached], weights))
     for node, weights in separate.items():
-        ways = [(i, flow) for i, flow in enumerate(recorded.get(node, ())) if flow is not None]
-        if ways:
-            starts_here = [GradientEdge(node, i) for i, _ in ways]
-            later.calls.append((starts_here, [flow for _, flow in ways], weights))
+        arrived = [(i, flow) for i, flow in enumerate(recorded.get(node, ())) if flow is not None]
+        if arrived:
+            outputs = [GradientEdge(node, i) for i, _ in arrived]
+            later.calls.append((outputs, [flow for _, flow in arrived], weights))
+    # Weights that several nodes share: from the edges kept for them, and from roots that no input leads to.
     crossing = list(zip(edges, of_edges, strict=True)) + others
     crossing = [(edge, flow) for edge, flow in crossing if flow is not None]
     nodes = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge, _ in crossing]
@@ -160,11 +161,11 @@ class _Graph:
         return list(below)
 
     def exits(self) -> tuple[dict[Node, list[Tensor]], list[tuple[Node, int]]]:
-        """Returns the nodes at which ways to weights leave the ways to inputs.
+        """Returns the nodes where paths to weights branch off the paths to inputs.
 
         Returns:
             Nodes with weights that hang off them alone; and, for all other weights, the edges (node, input number)
-            below the exit. No exit of the second kind lies below another.
+            below the exit. No exit of the second kind is below another.
         """
         leaving: dict[tuple[Node, int], set[Node]] = {}
         for node in self._order:

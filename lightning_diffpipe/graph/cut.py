@@ -134,9 +134,9 @@ def cut(
     for s, layers in enumerate(runs):
         keys = read_at_end.get(s, frozenset()).union(*(graph.layers[i].reads for i in layers))
         reads.append(frozenset(key for key in keys if key[0] not in layers))
-    ways = _ways(graph, runs, reads, ends, stage_ranks)
+    routes = _routes(graph, runs, reads, ends, stage_ranks)
     of_stages = enumerate(zip(runs, reads, strict=True))
-    stages = tuple(_stage_cut(graph, s, *both, ways, s in ends) for s, both in of_stages)
+    stages = tuple(_stage_cut(graph, s, *both, routes, s in ends) for s, both in of_stages)
     if len(ends) > 1:
         parts = {s: tuple(sorted(k for k in read_at_end[s] if k[0] not in frozen)) for s in ends}
         stages = tuple(
@@ -148,30 +148,30 @@ def cut(
     return Cut(tuple(positions), frozen_cut, stages)
 
 
-def _ways(
+def _routes(
     graph: LayerGraph,
-    own: Sequence[frozenset[int]],
+    stage_layers: Sequence[frozenset[int]],
     reads: Sequence[frozenset[TensorKey]],
     ends: Container[int],
     stage_ranks: Sequence[tuple[int, ...]] | None,
-) -> dict[TensorKey, _Way]:
-    """Routes what stages read of each other, there and, as gradients, back."""
+) -> dict[TensorKey, _TensorRoute]:
+    """Returns the route of each tensor that another stage reads, and of its gradient."""
     several = stage_ranks and len(set(stage_ranks)) < len(stage_ranks)
     shared = tuple(stage_ranks) if stage_ranks and several else None
-    stage_of = {layer: s for s, layers in enumerate(own) for layer in layers}
+    stage_of = {layer: s for s, layers in enumerate(stage_layers) for layer in layers}
     carrying = frozenset(
         s
-        for s, layers in enumerate(own)
+        for s, layers in enumerate(stage_layers)
         if s in ends or any(graph.layers[k].carries_gradient for k in layers)
     )
-    ways: dict[TensorKey, _Way] = {}
+    routes: dict[TensorKey, _TensorRoute] = {}
     for key in sorted({key for keys in reads for key in keys if key[0] in stage_of}):
         maker = stage_of[key[0]]
         readers = tuple(s for s, keys in enumerate(reads) if key in keys)
         back = readers if graph.needs_gradient(key) else ()
         returned = route(maker, tuple(s for s in back if s in carrying), shared, carrying)
-        ways[key] = _Way(route(maker, readers, shared, None, returned), returned.readers)
-    return ways
+        routes[key] = _TensorRoute(route(maker, readers, shared, None, returned), returned.readers)
+    return routes
 
 
 def uncut(graph: LayerGraph) -> StageCut:
@@ -185,7 +185,7 @@ def tail(graph: LayerGraph) -> StageCut:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _TensorRoute:
     """The route of a tensor to its readers, and the stages from which a gradient of it comes back."""
 
     route: Route
@@ -197,15 +197,16 @@ def _stage_cut(
     index: int,
     layers: frozenset[int],
     needed: frozenset[TensorKey],
-    ways: Mapping[TensorKey, _Way],
+    routes: Mapping[TensorKey, _TensorRoute],
     is_last: bool,
 ) -> StageCut:
+    """Returns the part of a stage in a cut, given the tensors that it `needed` from other layers."""
     parameters = frozenset().union(*(graph.layers[i].parameters for i in layers))
     frozen = tuple(sorted(k for k in needed if graph.layers[k[0]].frozen))
-    message = tuple(key for key, way in ways.items() if index in way.route.sent_to)
+    message = tuple(key for key, way in routes.items() if index in way.route.sent_to)
     handed: dict[int, list[TensorKey]] = {}
     readers: dict[TensorKey, set[int]] = {}
-    for key, way in ways.items():
+    for key, way in routes.items():
         for before, stage in (*((s - 1, s) for s in way.route.sent_to), *way.route.handed):
             if before == index:
                 readers.setdefault(key, set()).add(stage)
@@ -222,8 +223,8 @@ def _stage_cut(
         sent=tuple(readers),
         frozen_received=frozen,
         needed=needed,
-        received_gradients=tuple(k for k in received if index in ways[k].returned_by),
-        sent_gradients=tuple(k for k, to in readers.items() if to & ways[k].returned_by),
+        received_gradients=tuple(k for k in received if index in routes[k].returned_by),
+        sent_gradients=tuple(k for k, to in readers.items() if to & routes[k].returned_by),
         parameters=parameters | (graph.tail_parameters if is_last else frozenset()),
         written_buffers=frozenset().union(*(graph.layers[i].written_buffers for i in layers)),
         is_last=is_last,

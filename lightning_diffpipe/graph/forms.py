@@ -308,18 +308,19 @@ def survey(
                 if len(forms) == 1:
                     forms.add(view.extreme_form(*trial(0, 0)[:2], sides))
             if len(forms) == 1:
-                return _of_trials(trials)
+                return _forms_of_trials(trials)
             trials.clear()
         for number, microbatch in itertools.product(range(_MANY // 2), range(2)):
             trials.append(view.exemplar(*trial(number, microbatch)))
             if microbatch:
                 view.count()
-    return _of_trials(trials)
+    return _forms_of_trials(trials)
 
 
-def _of_trials(trials: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Forms]:
-    each = [{what for _, what in form.reads} for form, _ in trials]
-    read = set.union(*each) - set.intersection(*each)
+def _forms_of_trials(trials: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Forms]:
+    """Returns the longest call sequence, and all with their frequencies; see `survey`."""
+    reads = [{value for _, value in form.reads} for form, _ in trials]
+    read = set.union(*reads) - set.intersection(*reads)  # in some trials only
     counts = Counter(form for form, _ in trials)
     by_reads = len(counts) > (num_sequences := len({form.calls for form in counts}))
     if len(counts) > MOST_FORMS >= num_sequences or not by_reads:  # too many to be probed
@@ -344,7 +345,7 @@ def _of_trials(trials: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, F
         is_shared,
         any(exemplar.tossed for _, exemplar in trials) or not is_shared,
         by_reads,
-        frozenset(what for what in read if isinstance(what, str)),
+        frozenset(name for name in read if isinstance(name, str)),
     )
 
 

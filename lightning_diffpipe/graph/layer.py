@@ -222,8 +222,7 @@ class LayerGraph:
         host_random: The step samples from `random` or `numpy.random` as well.
         num_samples: Samples of the batch that was probed, None if unknown.
         mode: "fake", or "real" with the reason.
-        streams: For each layer, and in the end for the loss, what is read with those as one value each. Empty if
-            unknown.
+        streams: For each layer, and in the end for the loss, what is read with those as one value each; empty: unknown.
         of_more_samples: Sizes with one sample more for calls of layers and containers, by name, first layer of the
             fine graph inside and one past the last; None if the step runs otherwise then, or fails, or if that of
             another batch told the rows per sample.

@@ -8,7 +8,7 @@ Steps whose code depends on values (`.item()`) are run on real tensors instead.
     graph = probe(module, lambda module, batch: module.training_step(batch, 0), microbatch)
     folded, positions = fold(module, step, microbatch, graph, positions)
 
-`fold` traces the step again with every container that lies within one stage as one layer. Cut at a fine level, a
+`fold` traces the step again with every container that is within one stage as one layer. Cut at a fine level, a
 residual stream `h + f(h) + g(...)` is glue, so that *all* its terms cross the boundary; as output of a whole block
 only the sum does. Containers stay expanded whose glue samples numbers, or which hold much frozen work: only
 what stays expanded is seeded and computed elsewhere.

@@ -12,7 +12,7 @@ runs make up for it, and what nothing can make up for is refused.
   left in the middle, leaves them half set for whoever comes next. So the probe notes which attributes differ from
   the beginning of the step when a layer is called or returns, and runs restore them.
 * **Gradient hooks** between layers (`h.register_hook(lambda g: 0.1 * g)`) see the whole gradient of their tensor in
-  one process. Here every stage has the part of it that its own layers add, so all that reads the tensor must lie
+  one process. Here every stage has the part of it that its own layers add, so all that reads the tensor must be
   within one stage. On all others tensors need no gradient, for which PyTorch would refuse a hook.
 """
 
@@ -269,8 +269,8 @@ class AttributeWrites:
     """Notes what a step sets in modules, and whether parameters need gradients, while it is active.
 
     Args:
-        between: Says whether the code that runs now lies between layers of the fine graph.
-        inside: Says whether it lies inside of a layer, which may hold several of the fine graph.
+        between: Callback: whether the code that runs now is between layers of the fine graph.
+        inside: Callback: whether it is inside of a layer, which may hold several of the fine graph.
 
     Attributes:
         num_set: Number of times something was set.

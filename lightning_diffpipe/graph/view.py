@@ -532,8 +532,7 @@ class StageRun(StubbedRun):
         """Runs the half of `backward` that the stage before waits for; `backward_weight` must follow.
 
         Takes and returns what `backward` does. Where the graph cannot be split (activation checkpointing, which
-        would recompute for every question, and hooks on gradients, which both halves would run) all of it runs
-        here.
+        would recompute for every question, and hooks on gradients, which both halves would run) it runs whole.
         """
         grads = grad_outputs or {}
         roots, flows = self._roots(grads, loss_scale)

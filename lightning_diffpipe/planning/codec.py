@@ -48,7 +48,7 @@ class Node:
 
         Raises:
             DiffPipeError: Of type `error`: the text is not JSON; says where it breaks off. Or an object has
-                a key twice, a number thousands of digits, or objects lie too deep in each other.
+                a key twice, a number thousands of digits, or objects are nested too deep.
         """
 
         def of_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:

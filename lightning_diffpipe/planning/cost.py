@@ -84,7 +84,7 @@ class CostModel:
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient, 2 for Adam; likewise averages.
         is_folded: Layers stand for all calls of theirs in several passes.
         shards_optimizer: The ranks that hold a stage share its optimizer state.
-        offloads_optimizer: Optimizer states lie in host memory.
+        offloads_optimizer: Whether optimizer states are in host memory.
     """
 
     profile: ModelProfile
@@ -388,8 +388,7 @@ class PipelineCosts:
         all_gather_s: Exchange of the frozen results.
         holds_sender: Whether the rank that sends can do nothing else while its message is on the link.
         offload_s: Copies of optimizer states to the device and back, when it steps, by rank; nothing if empty.
-        split_s: Time by which `BackwardInput` and `BackwardWeight` together exceed `Backward`; nothing
-            if empty.
+        split_s: Time by which `BackwardInput` and `BackwardWeight` together exceed `Backward`; 0 if empty.
     """
 
     sizes: tuple[int, ...] = field(metadata={"minimum": 1})

@@ -51,7 +51,7 @@ class StageLoad(NamedTuple):
 
     Attributes:
         read: Samples whose encodings it reads.
-        beside: Bytes of encodings that it makes while it holds activations.
+        beside: Bytes of encodings that it computes while it holds activations.
         made: Bytes of encodings that it makes.
         working: Bytes on which a frozen layer runs.
         resident: Bytes of the encoders that it holds in training.
@@ -187,7 +187,7 @@ def rank_bytes(
     Weights, gradients and optimizer state of its stages, frozen encoders if it encodes, and the activations that
     wait for their backward, with the encodings there are, messages, the activations of the layer that is
     recomputed, and the slots for weights of streamed layers. A rank that holds several stages is taken to be at its
-    fullest with all of them at once. Each stage lies on so many `holders`, in all pipelines; on one if not given.
+    fullest with all of them at once. `holders` are numbers of ranks by stage, in all pipelines; 1 if not given.
 
     Encoders that leave memory before training count alone: stages come to the device after them.
     """
@@ -230,8 +230,7 @@ def message_bytes(model: CostModel, peak: Mapping[int, Waiting], runs: Sequence[
     An activation that was sent is kept until a message tells that it has arrived, which its gradient does at
     the latest, so one for each microbatch that waits. After the stage there are besides a gradient that has
     arrived and one that is expected; before it an activation that is expected, and two gradients of which no
-    message has said yet that they have arrived. Replicas of a neighbour may be further apart, which is not
-    counted.
+    message has said yet that they have arrived. Replicas of a neighbour may be further apart: not counted.
     """
     num_bytes = 0.0
     for stage, waiting in peak.items():

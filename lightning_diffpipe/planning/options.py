@@ -53,11 +53,11 @@ class PlanOptions:
         checkpointing: Layers that are recomputed in the backward instead of storing their activations: `none`;
             `all`; `auto`: those without which no plan would fit, or only slower ones. A finished plan has them in
             its stages.
-        streaming: Of which layers the frozen weights lie in host memory, and are copied to the device for each run
+        streaming: Layers whose frozen weights are in host memory, and are copied to the device for each run
             (see `streaming.py`): `none`; `all`; `auto`: those without which no plan would fit, also with
             recomputed layers, which all of these are.
-        optimizer_offload: Whether optimizer states lie in host memory, and come to the device bucket by bucket
-            when they are stepped: `none`; `all`; `auto`: where no plan would fit without.
+        optimizer_offload: Whether optimizer states are in host memory, and come to the device bucket by bucket
+            when they are updated: `none`; `all`; `auto`: where no plan would fit without.
         encode_first: What encoders give is stored before training (`EncodingCache`), and they leave memory.
 
     Raises:

@@ -418,34 +418,34 @@ def opposite_cuts(
     fullest = lambda so_far, one, other: max(so_far, one + other)
     even_share, above, best = (a[-1] + b[-1]) / num_ranks, _FIRST_SLACK, None
     while best is None:
-        best = _ways(a, b, num_ranks, even_share * (1 + above) + 1e-12, fullest)
+        best = _cheapest_cuts(a, b, num_ranks, even_share * (1 + above) + 1e-12, fullest)
         above *= 2
     most = best[0] * (1 + max(slack, 1e-9))
     uneven = lambda so_far, one, other: so_far + one * one + other * other
-    _, edges = _ways(a, b, num_ranks, most, uneven) or best
+    _, edges = _cheapest_cuts(a, b, num_ranks, most, uneven) or best
     last = len(up)
     return tuple(i for i, _ in edges[:-1]), tuple(last - j for _, j in reversed(edges[1:]))
 
 
-_Way = tuple[float, tuple[tuple[int, int], ...]]
+_CostAndCuts = tuple[float, tuple[tuple[int, int], ...]]
 
 
-def _ways(
+def _cheapest_cuts(
     a: Sequence[float],
     b: Sequence[float],
     num_ranks: int,
     limit: float,
     cost: Callable[[float, float, float], float],
-) -> _Way | None:
-    """Finds the cheapest way to cut two chains, by running sums, if no rank needs more than a limit of both.
+) -> _CostAndCuts | None:
+    """Cuts two chains, given as running sums, at least cost, so that no rank has more than `limit` of both.
 
-    The sums of the second chain are from its end. `cost` makes that of a way of that of a shorter one and of what
-    the next rank has of either chain. Returns how many layers of either lie before each rank, and in all, with its
-    cost.
+    The sums of the second chain are from its end. `cost(so_far, one, other)` adds a rank with `one` of the first
+    chain and `other` of the second to the cost of the ranks before it. Returns the cost and, for each rank and the
+    end, the numbers of layers of both chains before it; None if there are no such cuts.
     """
-    level: dict[tuple[int, int], _Way] = {(0, 0): (0.0, ((0, 0),))}
+    level: dict[tuple[int, int], _CostAndCuts] = {(0, 0): (0.0, ((0, 0),))}
     for later in range(num_ranks - 1, -1, -1):
-        reached: dict[tuple[int, int], _Way] = {}
+        reached: dict[tuple[int, int], _CostAndCuts] = {}
         least = a[-1] + b[-1] - (later + 1e-9) * limit  # what ranks up to this one must have
         for (i, j), (so_far, edges) in level.items():
             for k in range(i + 1 if later else len(a) - 1, len(a) - later):

@@ -61,12 +61,9 @@ class Planned:
         leftover_s: Frozen work that fitted no bubble, after the pipeline.
         no_bubble_limit_s: All work divided by all ranks: no schedule of this work can be faster.
         peak_memory_bytes: Bytes by rank of a pipeline; empty where it is not known, in plans written by hand.
-        sent_bytes: Bytes that the ranks of a pipeline send each other in a step, there and back; None where it is
-            not known.
-        chain_sent_bytes: The same of a chain of stages as even as can be, one on each rank, where a rank holds
-            several.
-        streamed_bytes: Bytes of weights of streamed layers, in host memory, by rank of a pipeline; empty if there
-            are none.
+        sent_bytes: Bytes that the ranks of a pipeline send each other in a step, there and back; None if unknown.
+        chain_sent_bytes: The same of a chain of even stages, one on each rank, where a rank holds several.
+        streamed_bytes: Bytes of weights of streamed layers, in host memory, by rank of a pipeline; empty if none.
         copied_bytes: Bytes of them that a step copies to the device, by rank.
         copied_s: Seconds that the copies take, most of them while layers compute, by rank.
         offloaded_bytes: Bytes of optimizer states in host memory by rank, which a step copies to the device and

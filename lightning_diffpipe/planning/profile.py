@@ -239,7 +239,7 @@ class BackboneProfile:
             The first layer's `forward_s` has it once. None if unknown.
         split_s: Time by which the backward of all layers grows when it runs in two halves, inputs first
             and weights later (zero-bubble schedules). None if unknown.
-        skips: Tensors that need not travel where both ends lie on one rank, as far as they are known.
+        skips: Tensors that need not travel where both ends are on one rank, as far as they are known.
         passes: Half-open ranges of layers, equally long, that are calls of the same ones: all but the first
             have no parameters of their own. Empty if every layer is called once.
         chains: Names and first layers of joined backbones that run in opposite directions; see `joined`.
@@ -328,8 +328,7 @@ class EncoderProfile:
         cacheable: Whether most of it follows from the sample alone, and is slower to compute than to read; None if
             unknown.
         stored_bytes_per_sample: Bytes that `EncodingCache` would keep; 0 if unknown.
-        splittable: Whether it gives the same when it runs on some samples of a microbatch only; None if
-            unknown.
+        splittable: Whether it gives the same when run on some samples of a microbatch only; None if unknown.
     """
 
     name: str
@@ -461,9 +460,9 @@ def encoded_first(profile: ModelProfile) -> ModelProfile:
 def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
     """Makes a profile of one backbone that has the layers of all, one after the other.
 
-    With `apart` backbones stay chains of their own, whose stages lie on the same ranks: nothing crosses from one to
-    the next, and `BackboneProfile.chains` names them. Else what the loss reads of the earlier ones passes all later
-    ones.
+    With `apart` backbones stay chains of their own, whose stages are on the same ranks: nothing crosses from one to
+    the next, and `BackboneProfile.chains` names them. Else what the loss reads of a backbone crosses the cuts of
+    all later ones.
     """
     if len(profile.backbones) == 1:
         return profile
@@ -478,8 +477,9 @@ def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
             if apart and layer is backbone.layers[-1]:
                 across = 0
             layers.append(replace(layer, boundary_bytes_per_sample=across))
-        past = lambda at, by=start, stop=num_layers: by + at if at < stop or apart else total
-        skips += [skip.moved(past) for skip in backbone.skips]
+        # The loss, a reader after the last layer, comes after those of all backbones.
+        joined_at = lambda at, by=start, stop=num_layers: by + at if at < stop or apart else total
+        skips += [skip.moved(joined_at) for skip in backbone.skips]
         passing += 0 if apart else backbone.layers[-1].boundary_bytes_per_sample
     whole = BackboneProfile(
         "+".join(b.name for b in profile.backbones),

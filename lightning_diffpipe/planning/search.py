@@ -125,7 +125,7 @@ def _within_memory(
     """Returns plans that fit into memory, the best of which are those with less work if they fit.
 
     Where they do not, fewer ranks hold the encoders, ranks share optimizer states, or layers are recomputed; where
-    all of that does not help, optimizer states lie in host memory, or layers are streamed; else both.
+    all of that does not help, optimizer states are stored in host memory, or layers are streamed; else both.
     """
     if cluster.memory_bytes is None:
         return _plans(profile, cluster, options, below_s, until_s)

@@ -161,6 +161,7 @@ def _encoding(
     readers: Mapping[TensorKey, list[int]],
     seen: Seen | None,
 ) -> Encoding:
+    """Returns sizes of the results of an encoder, and whether they can be stored and split; None: unknown."""
     samples = folded.num_samples or 1
     read_by: dict[tuple[int, ...], int] = {}
     for layer in layers:

@@ -100,8 +100,7 @@ class Subject:
             microbatches at least), thinned out where `budget_s` does not reach.
         microbatch_size: Samples of a microbatch, where that is decided already: timed as well.
         repeats: Timed runs at each count; if not given 3, and while they disagree as many as fit into `budget_s`.
-        budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: it runs five times
-            at least.
+        budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: at least 5 runs.
         name: Name of the profile; the module's class if not given.
         least_samples: Fewer than these the step cannot be run on.
         looks_at_results: Also find results of frozen layers, and whether they could be stored and split.

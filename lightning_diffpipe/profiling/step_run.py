@@ -25,7 +25,7 @@ Stages after the first run the glue at the top of the step again, with dummies: 
 further down that later stages pass on their way to their own first layer.
 
 Every rank times the same layers on its own device, reduces its runs to medians, and the median over ranks counts.
-Medians of layers add up to less than a step, whose disturbances lie in another layer each time (6 to 8 % of a
+Medians of layers add up to less than a step, whose disturbances are in another layer each time (6 to 8 % of a
 backward were missing), so they are scaled to what steps take.
 """
 
@@ -77,7 +77,7 @@ class StepTimes:
 
 
 Rounds = Mapping[int, tuple[Sequence[StepTimes], Sequence[StepTimes]]]
-"""Steps by sample count: with whole backward, and with that of inputs only, of which there may be none."""
+"""Times of steps by sample count: with whole backward, and with that of inputs only, of which there may be none."""
 
 
 def forward_s(graph: LayerGraph, times: StepTimes) -> list[float]:

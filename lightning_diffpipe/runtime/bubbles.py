@@ -23,7 +23,7 @@ layer (`graph/frozen.py`). At each wait it goes on, layer by layer, for as long 
   so it puts as many layers before the wait as took its time in the steps before.
 
 Both need two numbers, learnt while training (`FillingTimes`): how long each layer takes, and how long each
-wait lasts. What is left of a batch is done when that batch is due. None of this changes any result: which samples a
+wait lasts. What is left of a batch is done when its step begins. None of this changes any result: which samples a
 layer runs on together is fixed beforehand.
 
 Source:

@@ -62,7 +62,7 @@ class Engine:
         reducer: Sums gradients.
         check_finite: Look for NaN and infinity at stage boundaries.
         transport: Carries messages; made from the mesh if not given.
-        image: Draws a schedule with a mark where a rank waits, for the error of a timeout.
+        image: Callback that draws a schedule with a mark where a rank waits, for the error of a timeout.
 
     Attributes:
         layout: As given; with the schedule, the cut steps, and this rank's place.

@@ -72,7 +72,7 @@ class Executor:
         recording: Start and stop of the instructions of the running, or last, program.
         position: The instruction it stands at.
         flushes: Nothing is under way when a program has ended.
-        update: Steps the optimizers, whose gradients are those of a batch of which this is the last microbatch.
+        update: Callback that steps the optimizers, with the gradients of a batch that ends with this microbatch.
         stream: Has the weights of streamed layers, of which the program tells the order.
     """
 
@@ -196,7 +196,7 @@ def run_alone(
         works: The microbatches.
         frozen: The frozen parts.
         filler: Frozen work of coming batches; what it has of this one is done first.
-        image: Draws the plan with a mark at an instruction, for the error of a timeout.
+        image: Callback that draws the plan with a mark at an instruction, for the error of a timeout.
 
     Raises:
         PipelineTimeoutError: A message did not come in time; names the instruction, and shows where

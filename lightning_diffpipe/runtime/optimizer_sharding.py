@@ -106,7 +106,7 @@ class OptimizerSharding:
         def after(*_: Any) -> None:
             for parameter, gradient in zip(foreign, set_aside, strict=True):
                 parameter.grad = gradient
-            self._send_on(named)
+            self._send_updates(named)
 
         first = optimizer.register_step_pre_hook(before)
         last = optimizer.register_step_post_hook(after)
@@ -118,14 +118,14 @@ class OptimizerSharding:
         return detach
 
     @torch.no_grad()
-    def _send_on(self, named: Mapping[str, nn.Parameter]) -> None:
+    def _send_updates(self, named: Mapping[str, nn.Parameter]) -> None:
         """Sends updated parameters to all ranks that hold them.
 
-        Those of holders none of whose parameters has a gradient, which they agree on, stay: without a flush
-        Lightning's own steps have none, and forwards under way need the weights.
+        Nothing is sent among ranks that share parameters of which none has a gradient, which all of them know:
+        without a flush Lightning's own steps have none, and forwards under way need the weights.
         """
-        stepped = {self._holders[name] for name, p in named.items() if p.grad is not None}
-        shared = {n: h for n in named if len(h := self._holders[n]) > 1 and h in stepped}
+        updated = {self._holders[name] for name, p in named.items() if p.grad is not None}
+        shared = {n: h for n in named if len(h := self._holders[n]) > 1 and h in updated}
         routes = {name: (self.ranks[name], *ranks) for name, ranks in shared.items()}
         under_way: deque[tuple[Work, Tensor, list[nn.Parameter]]] = deque()
 

@@ -2,8 +2,8 @@
 
 One probe does not see all: the last batch of an epoch is smaller, images come in several sizes, and coins choose
 which layers a step calls. A signature, or a form, that was not seen before is probed then, and cut so that every
-layer runs where its weights lie: weights never move. A form with more calls than the planned one gets stages before
-it.
+layer runs on a rank that holds its weights: weights never move. A form with more calls than the planned one gets
+stages before it.
 """
 
 from __future__ import annotations
@@ -126,13 +126,12 @@ class PartitionedStepCache:
 
         Args:
             microbatch: A part of a batch.
-            seed: Seeds what the step draws between layers for it, coins above all.
+            seed: Seed of what the step samples between layers for it, coins above all.
             arguments: Further arguments of the step.
             is_first: Whether it is the first of its batch.
 
         Raises:
-            GraphError: With these sizes the step calls layers that nobody holds, or it needs values that are
-                not here.
+            GraphError: With these sizes the step calls layers that nobody holds, or needs values of other ranks.
         """
         key = batch_signature(microbatch)
         if key not in self._graphs:

@@ -11,7 +11,7 @@ such calls (by a container's own code, or tied weights) are broadcast by their o
 
 Of parameters that this rank has offloaded, each is loaded while a module that holds it runs, and no longer.
 
-Random numbers are those of one process: where a layer has drawn some, its owner's generators go along with its
+Random numbers are those of one process: where a layer has sampled some, its owner's generators go along with its
 output, and all ranks go on from there. Gradients stay on the rank that ran a layer: who takes them is refused.
 
 An output is any object that can be pickled, and what it is made of travels before its tensors (`comm/packing.py`).

@@ -6,7 +6,7 @@ compute. This file turns views into the two operations a schedule knows, and bou
     forward   received tensors (from stage s-1) + frozen results  ->  tensors for stage s+1, or the loss
     backward  gradients of the tensors sent (from stage s+1)      ->  gradients of the tensors received
 
-Tensors that a later stage of the same rank reads are handed to it, and their gradients handed back. What lives
+Tensors that a later stage of the same rank reads are passed to it, and their gradients passed back. What lives
 between instructions is stored in a `Stash`: one leaves what a later one takes away, so that it is empty at the end
 of a step, and what is left over is a bug in the schedule.
 
@@ -116,7 +116,7 @@ class MicrobatchWork:
     Attributes:
         index: Its number in the step.
         call: Runs the user's step on this microbatch; takes nothing, returns the loss.
-        seed: Seeds the random numbers drawn outside layers.
+        seed: Seed of the random numbers sampled outside layers.
         partitioned: The step cut into stages, for this microbatch's signature.
         num_samples: Samples in the microbatch.
         loss_scale: The loss is multiplied by it before the backward: its share of the samples; if steps return
@@ -176,7 +176,7 @@ class Stash:
             stored[key] = add(stored[key], value) if add and key in stored else value
 
     def take(self, what: str, stage: int, microbatch: int) -> Any:
-        """Hands a value out and forgets it.
+        """Returns a value and forgets it.
 
         Raises:
             ScheduleError: Nothing is stored: the instruction that makes it has not run.

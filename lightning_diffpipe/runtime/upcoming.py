@@ -4,7 +4,7 @@
     step 8    take(8)   prepare(10)     what is left of 8 first, then the program of 8, ...
 
 A batch is laid out when it becomes known (`PreparedBatches`), with the groups of samples that this rank encodes of
-it. When it is due it must hold the same objects, and tensors to which nobody has written since.
+it. When its step begins it must hold the same objects, and tensors to which nobody has written since.
 
 With one batch known, a rank that has done its share of it idles next to another that has not, in every step: ranks
 are never done at the same moment. With two it goes on with the batch after it, and has less to do in the next step.
@@ -314,7 +314,7 @@ def _spread(counts: tuple[int, ...], period: int) -> tuple[tuple[int, ...], ...]
 
     All batches have equally many groups, and a rank's differ by one at most. What its count leaves when divided
     is dealt out, rank by rank, going round the batches in bit-reversed order (van der Corput's sequence: 0, 2,
-    1, 3 of 4), any run of which lies at nearly even distances.
+    1, 3 of 4), any run of which has nearly even distances.
 
     Example:
         >>> _spread((5, 3), period=4)

@@ -9,14 +9,14 @@ often as in one process, on one rank, and every rank gets whole batches: its `tr
 frozen layers run ahead, the batches after the present one come early (`Feed.ahead`), by the same way. The batch
 with which a plan is made is the first one, and is read but once.
 
-The order is the user's. A sampler that draws from the global generators, as that of `shuffle=True` does, draws the
+The order is the user's. A sampler that uses the global generators, as that of `shuffle=True` does, gives the
 same in all pipelines; those side by side share its order out.
 
 While a trainer fits, every batch has a seed of its own, from the run's seed, the pipeline, the pass over the data
 (the epoch, and how often a loader that is shorter than another one has started over in it) and its number in it. So
 what is in it depends neither on the number of workers nor on whether the pass was started at its first batch: a run
 that goes on in the middle of an epoch leaves out what has been trained on, as the loops of its checkpoint say.
-Elsewhere numbers are drawn as in one process, and the state of the first rank's generators is everyone's.
+Elsewhere numbers are sampled as in one process, and the state of the first rank's generators is everyone's.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class PipelineLoader:
         loader: The user's, or a pipeline's share of it.
         length: Batches, as the rank that reads it counts them; None if it cannot.
         is_read: Whether this rank reads it.
-        seed: Seed of the run; None to draw whatever random numbers come.
+        seed: Seed of the run; None to leave the generators as they are.
         pipeline: Whose share of the data it is.
         place: Given the loader's length (None if it has none), tells where a pass begins, also of a resumed run, as
-            `place_of` does. None if every pass shall draw the same numbers, as validation does.
+            `place_of` does. None if every pass shall use the same numbers, as validation does.
 
     Attributes:
         length: As given.

@@ -146,7 +146,7 @@ class Pipeline:
         sharding: Divides optimizer states over the holders of a stage, if the plan says so.
         optimizer_offload: Keeps optimizer states in host memory, if the plan says so.
         basis: Profile and cluster of the plan; None if the plan was given.
-        runs_ahead: Frozen layers may still run before their batch is due.
+        runs_ahead: Frozen layers may still run before the step of their batch.
         offloaded: Parameters of this rank whose values are in files or in host memory, by name: those of streamed
             layers, and of encoders that have stored their results.
         later: Parameters of its stages that stay on the host until all samples are encoded.
@@ -379,7 +379,7 @@ class Pipeline:
     def values_of(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yields tensors on the host that not all ranks hold, by name; a collective call of the pipeline.
 
-        What is mapped from a file, and nobody has written, is not sent.
+        Parameters mapped from a file that no rank has written are read from it; only the others are sent.
         """
         owners = {name: self.owners[name] for name in names}
         if not owners:
@@ -391,14 +391,14 @@ class Pipeline:
         owned = [n for n, owner in owners.items() if owner == self.mesh.local_rank]
         written = owned if self._mapped.changed() else [n for n in owned if n not in mapped]
         is_quantized = {n: is_traceable_wrapper_subclass(tensors[n]) for n in written}
-        sent = dict[str, bool]()
-        for each in gathered_objects(is_quantized, self.mesh.transfers):
-            sent |= each
+        sent = dict[str, bool]()  # names, and whether the tensor is quantized
+        for of_rank in gathered_objects(is_quantized, self.mesh.transfers):
+            sent |= of_rank
         yield from ((name, value) for name, value in mapped.items() if name not in sent)
         plain = {name: owner for name, owner in owners.items() if sent.get(name) is False}
         yield from spread(tensors, plain, self.mesh)
         for name, owner in owners.items():
-            if sent.get(name):  # quantized
+            if sent.get(name):  # pickled: its class has several tensors
                 here = tensors[name].detach().cpu() if owner == self.mesh.local_rank else None
                 source = self.mesh.world_rank(owner)
                 yield name, broadcast_object(here, source, self.mesh.transfers)

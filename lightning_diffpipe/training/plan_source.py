@@ -66,9 +66,8 @@ class PipelineOptions:
     """Decisions of a user: the strategy's arguments, documented there.
 
     Attributes:
-        averages_bytes_factor: Bytes of averaged weights for each byte of gradient; the strategy knows of
-            them.
-        encode_first: Encodings are stored before training; the strategy knows of that, too.
+        averages_bytes_factor: Bytes of averaged weights for each byte of gradient; set by the strategy.
+        encode_first: Whether encodings are stored before training; set by the strategy, too.
     """
 
     num_stages: int | Auto = "auto"

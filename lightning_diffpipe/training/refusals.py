@@ -207,7 +207,7 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """Refuses optimizers that step a parameter by the gradients of others, where there are several stages.
 
     Each rank's would see those of its own stage, take another step size or direction than the others', and
-    move the copies of shared weights apart, without any error. Those with `sum_over_ranks` add up what they need.
+    let the copies of shared weights differ, without any error. Those with `sum_over_ranks` add up what they need.
     """
     for optimizer in optimizers:
         if hasattr(optimizer, "sum_over_ranks") or steps_apart(optimizer) is not False:
@@ -279,8 +279,8 @@ def _one_that_fails(
 def refusing_norms_of_a_stage(trained: Iterable[nn.Parameter]) -> Iterator[None]:
     """Refuses norms that torch takes over gradients of a rank that has those of its own stages only.
 
-    A `clip_grad_norm_` of the user's own would scale every stage by another factor, and move the copies of shared
-    weights apart, without any error.
+    A `clip_grad_norm_` of the user's own would scale every stage by another factor, and let the copies of shared
+    weights differ, without any error.
 
     Args:
         trained: Parameters of this rank that get gradients, where there are several stages.

@@ -98,7 +98,7 @@ class StepWatch:
                     f"{self._changed_modes()}, and stages would not agree on it ({error}). Set modes before "
                     "trainer.fit, e.g. in __init__"
                 ) from error
-            # The user's code may not bear NaN, nor the device the whole step.
+            # The user's code may refuse NaN, and the device may be too small for the whole step.
             _log.warning(
                 "%s. Stages agree on it if the step draws the same random numbers and writes the same buffers, "
                 "which cannot be found out, as it needs values (%s: %s). Set modes before trainer.fit, e.g. in "

@@ -116,7 +116,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         checkpointing: Layers whose activations the backward computes again instead of storing them: `"none"`;
             `"all"` for which that frees memory; `"auto"`, those of each stage that have to be for the plan to fit.
             What the module checkpoints itself stays as it is.
-        streaming: Layers whose frozen weights lie in host memory, pinned for GPUs, and are copied to the device for
+        streaming: Layers whose frozen weights are in host memory, pinned for GPUs, and are copied to the device for
             each run: `"none"`; `"all"`, as in tests; `"auto"`, those of each stage without which no plan would fit,
             also with recomputed layers, which all streamed ones are.
         shard_optimizer: The ranks that hold a stage, in all pipelines, share its optimizer state (ZeRO-1): each

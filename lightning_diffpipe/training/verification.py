@@ -7,7 +7,7 @@ step is run on the example batch, and on two parts of it, without any layer, in 
 however large the model is:
 
     layers          random numbers in (0, 1) stand for what they give, larger for later samples, alike in parts
-    random numbers  what the step draws for a part are the rows that it drew for the batch
+    random numbers  what the step samples for a part are the rows that it sampled for the batch
 
 **Loss and gradients** (`verify=True`). The probe follows every value through PyTorch's dispatcher. Custom kernels
 that read raw pointers, or code that keeps tensors where nobody looks, can escape it. Dummies hold NaN, so that a
@@ -82,7 +82,7 @@ def run_whole(
         batch: One pipeline's batch, where the module is.
         num_microbatches: As planned.
         seed: Seed of the run.
-        pipeline: Index of this rank's pipeline, which draws its own random numbers.
+        pipeline: Index of this rank's pipeline, which has its own random numbers.
     """
     module, step, graph = probed.module, probed.step, probed.graph
     steps = PartitionedStepCache(
@@ -203,9 +203,9 @@ class MeanCheck:
                 for repeated in (False, True) if has_several_rows else (False,):
                     draws = [self._compared(total, first, seed, repeated) for seed in (0, 1)]
                     losses = [draw[_LOSS] for draw in draws]
-                    problem = _said(losses, sizes, weighted, self._tolerance)
+                    problem = _why_loss_differs(losses, sizes, weighted, self._tolerance)
                     if not problem:
-                        return _said_of_logged(draws, self._tolerance)
+                        return _why_logged_differs(draws, self._tolerance)
         except Exception as error:  # of any code, on numbers that mean nothing
             _log.info("the loss of a batch cannot be compared with those of its parts: %s", error)
             return ""
@@ -301,9 +301,10 @@ class _Losses:
         return (self.whole - self.second[0]) / between if between else float("nan")
 
 
-def _said(
+def _why_loss_differs(
     draws: Sequence[_Losses], sizes: tuple[int, int], weighted: bool, tolerance: float
 ) -> str:
+    """Returns why the loss is no mean over samples, and a remedy; empty if it is one."""
     one, other = draws
     if not (abs(one.whole) < float("inf") and abs(other.whole) < float("inf")):
         _log.info("losses cannot be compared: that of a batch of random numbers is %s", one.whole)
@@ -334,7 +335,7 @@ def _said(
     )
 
 
-def _said_of_logged(draws: Sequence[Mapping[str, _Losses]], tolerance: float) -> str:
+def _why_logged_differs(draws: Sequence[Mapping[str, _Losses]], tolerance: float) -> str:
     one, other = draws
     deviations = [
         (name, each)

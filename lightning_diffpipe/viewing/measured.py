@@ -16,7 +16,7 @@ several ranks from being a timeline:
 The way from the planned step to the measured one has parts that add up: the planned schedule is simulated again and
 again, each time with one more kind of planned time replaced by the measured one; what each replacement adds is its
 part. What is left between the last simulation and the measured timeline is messages and waiting that the plan does
-not know, and what is left up to the whole step lies outside the pipeline.
+not know, and what is left up to the whole step is outside the pipeline.
 
     planned step | forward | backward | frozen work | sums and exchanges | messages, waiting | outside
                  '--------------- simulated, measured times put in ------'                    = step

@@ -4,7 +4,7 @@ For placements on which nobody knows a closed form: the order is found with time
 proportions, and is run with whatever the work really takes.
 
 **V**: one chain of twice as many stages as ranks, down the ranks and up again. Rank `r` of R holds stages `r`
-and `2R - 1 - r`: the first and the last, the second and the last but one. So both ends of a U-Net's skip lie on
+and `2R - 1 - r`: the first and the last, the second and the last but one. So both ends of a U-Net's skip are on
 one rank, and need not travel; nor does anything at the turning point.
 
     rank 0 | 0F0 0F1 0F2 3F0 3B0  -- 3F1 3F2 3B1  -- 3B2  -- 0B0  -- 0F3 0B1  -- ...
