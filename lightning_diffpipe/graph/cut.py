@@ -33,14 +33,14 @@ class StageCut:
     Attributes:
         index: Position in the pipeline; -1 for the frozen layers.
         received: Tensors that come from earlier stages, including those only passed on.
-        message: Those of them that the stage before sends.
-        handed: Those that an earlier stage of the same rank has, by that stage.
+        message: Tensors of `received` that the stage before sends.
+        handed: Tensors of `received` that an earlier stage of the same rank passes on in memory, by that stage.
         sent: Tensors that go to later stages, including those passed through; for the frozen layers: all results
             that some stage reads.
         frozen_received: Results of frozen layers that are read here.
         needed: Tensors that must be real here; all others are dummies.
-        received_gradients: Those of `received` for which a gradient goes back.
-        sent_gradients: Those of `sent` for which a gradient comes back.
+        received_gradients: Tensors of `received` for which a gradient goes back.
+        sent_gradients: Tensors of `sent` for which a gradient comes back.
         parameters: Parameters that must be resident, trained or not.
         written_buffers: Buffers that change here and nowhere else.
         sees_all: All that the loss reads is real here. With several chains each computes its own part of the loss,

@@ -127,7 +127,7 @@ class StepProbe:
         module: Module the step is run on: the real one, or a fake copy of it.
         batch: A microbatch, fake if the module is.
         form: Form of a larger batch, if it is known.
-        mode: What the graph says about it.
+        mode: `LayerGraph.mode` of the graph.
         fake_mode: The mode of fake tensors, None for real ones.
         original: The module that `module` is a copy of, if it is one.
         experience: Results of the trace that found the graph which is traced again with other layers.

@@ -65,7 +65,7 @@ def sample_groups(start: int, stop: int, size: int) -> tuple[Samples, ...]:
 def join_samples(
     graph: LayerGraph, parts: Sequence[Mapping[TensorKey, Tensor]]
 ) -> dict[TensorKey, Tensor]:
-    """Puts the results of runs on consecutive ranges of samples together."""
+    """Joins the results of runs on consecutive ranges of samples."""
     joined: dict[TensorKey, Tensor] = {}
     for key, first in parts[0].items():
         spec = graph.spec(key)

@@ -67,7 +67,7 @@ class LayerMemo:
     Args:
         names: Modules that are remembered; calls of others just run.
         num_verified: Number of calls of each layer that were found and are computed all the same, and compared.
-        any_size: What a sample gave in a group of one size is taken for all sizes: the same to rounding.
+        any_size: Whether the result of a sample in a group of one size counts for all sizes: the same to rounding.
         changing: Indices of layers that are other calls of these modules, and just run.
 
     Attributes:

@@ -209,7 +209,7 @@ def place_parameters(
 
 
 def replace_parameters(root: nn.Module, others: Mapping[Tensor, nn.Parameter]) -> None:
-    """Puts parameters in the places of others, wherever these are."""
+    """Replaces parameters by others, in all modules that hold them."""
     if not others:
         return
     for module in root.modules():

@@ -62,7 +62,7 @@ def probe(
         root: The module that holds all others; left as it is.
         step: Runs the step on a module (`root`, or a copy of it) and a batch.
         batch: One microbatch: a tree of tensors, samples along dimension 0.
-        seed: Seeds the step in "real" mode.
+        seed: Seed of the step in "real" mode.
         max_share: No layer should cost more than this share of the step, as far as modules allow.
         mode: "fake" runs without computing, "real" on values, "auto" tries fake first.
         layer_names: `LayerGraph.layer_names` of an earlier probe of the same step, unfolded, to keep its layers

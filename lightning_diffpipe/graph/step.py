@@ -88,7 +88,7 @@ class ModuleSplit:
     Attributes:
         owner: Class of the module.
         split_batch: The module's method: a batch and sample counts to a batch for each count, in order.
-        count_samples: Its method, if it has one: the number of samples of a batch. Otherwise rows count.
+        count_samples: The module's method, if any: the number of samples of a batch. Otherwise rows count.
     """
 
     owner: str

@@ -60,9 +60,9 @@ class _CallNotes:
 
     Attributes:
         arguments: The arguments that it reads, by position among the leaves.
-        state: Its own parameters and buffers that it reads, by name inside the module.
+        state: The module's own parameters and buffers that the call reads, by name inside the module.
         names: The modules that it calls, by name inside the module.
-        fine_names: Those of them that are layers of the fine graph.
+        fine_names: Names of them that are layers of the fine graph.
     """
 
     arguments: tuple[int, ...]

@@ -280,7 +280,7 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
 
     Args:
         root: The module whose step is run; its lists and tensors are restored in any case.
-        modules: What the run may change otherwise; all modules if not given.
+        modules: Modules that the run may change otherwise; all if not given.
     """
     alone = modules is None
     modules = list(root.modules() if modules is None else modules)

@@ -179,7 +179,7 @@ _State = tuple[list[Tensor | None], list[int], list[int]]
 
 
 class Versions:
-    """Tells whether tensors of a module were written in place, or replaced, since they were recorded.
+    """Versions of a module's tensors, which tell whether one was written in place, or replaced, since.
 
     A write through `.data` is seen by 16 elements, spread over the tensor. On GPUs they count until the optimizer
     has made three steps, as comparing waits for the device: averages of trained weights change with the first.

@@ -126,7 +126,7 @@ class View:
         interception: Installed on the root; shared by all views of it.
         memory: Storage of dummies, to be shared by all views of a rank.
         recomputed: Layers, before folding, whose activations the backward computes again instead of storing them.
-        stream: Has the weights of those of them that are streamed.
+        stream: Weights of the layers among them that are streamed.
     """
 
     def __init__(
@@ -443,7 +443,7 @@ class StageRun(StubbedRun):
     """One microbatch on one stage, between its forward and its backward pass.
 
     Attributes:
-        weight: How much it counts, on the last stage of a step that says so.
+        weight: Weight in the mean over microbatches, on the last stage of a step that returns one.
         result: All that the step returned, on the last stage.
         outputs: Tensors for the stage after it, including those passed through, attached to autograd.
     """

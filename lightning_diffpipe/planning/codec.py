@@ -32,7 +32,7 @@ class Node:
     """A JSON value and its address.
 
     Attributes:
-        where: Its address, for example `backbones[0].name`; empty for the whole document.
+        where: Address of the node, for example `backbones[0].name`; empty for the whole document.
         error: The exception to raise for a value that is not as expected.
         source: Name of the file, for messages.
     """

@@ -58,7 +58,7 @@ class PlanOptions:
             recomputed layers, which all of these are.
         optimizer_offload: Whether optimizer states are in host memory, and come to the device bucket by bucket
             when they are updated: `none`; `all`; `auto`: where no plan would fit without.
-        encode_first: What encoders give is stored before training (`EncodingCache`), and they leave memory.
+        encode_first: Whether encodings are stored before training (`EncodingCache`), and encoders leave memory.
 
     Raises:
         ConfigurationError: A value that cannot be.

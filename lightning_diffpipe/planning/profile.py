@@ -298,7 +298,7 @@ class EncoderLayerProfile:
 
     Attributes:
         follows_sample: Whether its results follow from the sample alone; None if unknown.
-        offloaded: Its results are stored before training, when its parameters leave memory.
+        offloaded: Whether results are stored before training, when its parameters leave memory.
     """
 
     name: str

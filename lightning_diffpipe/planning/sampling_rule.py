@@ -125,7 +125,7 @@ def _choices(case: SamplingCase, num_patches: int | None) -> Iterator[SamplingCh
 
 
 def reason_for(choice: SamplingChoice, case: SamplingCase) -> str:
-    """Says in clauses why the rule takes this.
+    """Returns clauses that tell why the rule takes this.
 
     Example:
         >>> case = SamplingCase(4, 1, 2, 28, convolves=False, bandwidth_bytes_per_s=20e9)

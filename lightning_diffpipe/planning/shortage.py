@@ -81,7 +81,7 @@ def offload_choices(model: CostModel, options: PlanOptions) -> tuple[str, ...]:
 
 
 def nothing_proposed(model: CostModel, options: PlanOptions) -> PlanError | None:
-    """Says why there is no way to share the ranks among stages, if there is none."""
+    """Returns the error if there is no way to share the ranks among stages, else None."""
     proposed = tuple(shapes(model, options))
     if not any(any(replicas_of(options, shape)) for shape in proposed):
         stages = " or ".join(map(str, sorted({shape.num_stages for shape in proposed})))
@@ -104,12 +104,12 @@ def nothing_proposed(model: CostModel, options: PlanOptions) -> PlanError | None
 def nothing_fits(
     profile: ModelProfile, cluster: Cluster, options: PlanOptions, plans: Plans
 ) -> PlanError:
-    """Says by how much memory is short, and which changes would help, with the step each promises.
+    """Returns the error: how much memory is short, and which changes would help, with the planned step of each.
 
     Args:
         profile: Profile of one backbone.
-        cluster: With a limit of memory.
-        options: With which nothing fits.
+        cluster: Ranks, with a limit of memory.
+        options: Options with which nothing fits.
         plans: Finds plans that fit.
     """
     limit = cluster.memory_bytes

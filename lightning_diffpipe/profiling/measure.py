@@ -103,8 +103,8 @@ class Subject:
         budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: at least 5 runs.
         name: Name of the profile; the module's class if not given.
         least_samples: Fewer than these the step cannot be run on.
-        looks_at_results: Also find results of frozen layers, and whether they could be stored and split.
-        splits_backward: Also time backwards of inputs only, and in two halves, for schedules that split them.
+        looks_at_results: Whether to find results of frozen layers, too, and whether they could be stored and split.
+        splits_backward: Whether to time backwards of inputs only, too, and in halves, for schedules that split.
     """
 
     module: nn.Module

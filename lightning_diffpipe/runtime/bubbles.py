@@ -289,13 +289,13 @@ class Filler:
         self._times.read()
 
     def drop_first(self) -> None:
-        """Gives up the frozen work of the batch that comes first."""
+        """Discards the frozen work of the next batch."""
         work = self._works.popleft()
         if work.run is not None:
             work.run.cancel()
 
     def cancel(self) -> None:
-        """Gives up all work."""
+        """Discards all work."""
         while self._works:
             self.drop_first()
         self._waits.clear()

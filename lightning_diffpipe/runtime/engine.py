@@ -65,8 +65,8 @@ class Engine:
         image: Callback that draws a schedule with a mark where a rank waits, for the error of a timeout.
 
     Attributes:
-        layout: As given; with the schedule, the cut steps, and this rank's place.
-        reducer: As given.
+        layout: The schedule, the cut steps, and this rank's place.
+        reducer: Sums of gradients over ranks.
         executor: Runs this rank's programs.
     """
 
@@ -211,7 +211,7 @@ class Engine:
             self.layout.steps.stream.close()
 
     def _follow(self, step: StepWork) -> None:
-        """Says to the transport which messages there will be, and what each of them confirms."""
+        """Announces the messages to the transport, and what each of them confirms."""
         self._transport.follow(step.schedule.num_stages, *step.messages)
 
     def _share_results(self, works: Sequence[MicrobatchWork]) -> PendingWork | None:

@@ -64,16 +64,16 @@ class Executor:
         local_rank: This rank's position in its pipeline.
         runner: Forwards and backwards of the stages it holds.
         transport: Carries the messages.
-        start_reduction: Begins to sum gradients over the ranks that hold the same parameters; `None` if
+        start_reduction: Callback that begins to sum gradients over the holders of each parameter; `None` if
             there is nothing to wait for.
-        gather_ends: Begins to bring what the loss reads of several chains to one rank; `None` likewise.
-        share_results: Begins to bring loss and metrics of the microbatches to all ranks; `None` likewise.
-        clock: Stamps the measured timeline.
+        gather_ends: Callback that begins to bring what the loss reads of several chains to one rank; or `None`.
+        share_results: Callback that begins to bring loss and metrics to all ranks; or `None`.
+        clock: Clock of the measured timeline.
         recording: Start and stop of the instructions of the running, or last, program.
         position: The instruction it stands at.
-        flushes: Nothing is under way when a program has ended.
+        flushes: Whether nothing is under way when a program has ended.
         update: Callback that steps the optimizers, with the gradients of a batch that ends with this microbatch.
-        stream: Has the weights of streamed layers, of which the program tells the order.
+        stream: Weights of streamed layers, of which the program tells the order.
     """
 
     local_rank: int

@@ -49,7 +49,7 @@ class WeightVersions:
     object and gets other memory, so that whoever holds it holds the right version.
 
     Args:
-        parameters: What is trained here.
+        parameters: Trained parameters of this rank.
         delay: Number of steps by which the weights of a batch are older than its number.
     """
 
@@ -116,7 +116,7 @@ class FreeRunningEngine(Engine):
     Args:
         layout: Lays batches out; one stage on each rank.
         reducer: Sums gradients over pipelines side by side.
-        parameters: What is trained here.
+        parameters: Trained parameters of this rank.
         staleness: Number of batches by which weights are older than a batch that this rank runs with them.
         check_finite: Look for NaN and infinity at stage boundaries.
         transport: Carries messages; made from the mesh if not given.
@@ -234,7 +234,7 @@ class FreeRunningEngine(Engine):
         self.versions.forget()
 
     def close(self) -> None:
-        """Gives back tensors that outlive a step."""
+        """Frees tensors that outlive a step."""
         self.end_drain()
         self._under_way.clear()
         self._results.clear()
@@ -244,7 +244,7 @@ class FreeRunningEngine(Engine):
         """Leaves it at what is said of the loop."""
 
     def _follow_loop(self) -> None:
-        """Says which of the messages that this rank sent another one confirms, wherever in the loop."""
+        """Returns which of the messages that this rank sent another one confirms, wherever in the loop."""
         schedule, ring, rank = self.layout.schedule, self._ring, self.layout.mesh.local_rank
         looped = lower(unrolled(schedule, 3 * ring // self._per_batch))
         confirmed = {

@@ -273,7 +273,7 @@ def _give_gradients(
     others: Iterable[nn.Parameter],
     with_others: bool,
 ) -> float:
-    """Gives parameters gradients that depend on where they are, as whoever looks ahead shall see."""
+    """Sets gradients that depend on the values of parameters, so that optimizers which look ahead are noticed."""
     for index, (parameter, other) in enumerate(zip(observed, others, strict=True)):
         slope = torch.linspace(-1, index + 2, parameter.numel(), device=parameter.device)
         slope = slope.view_as(parameter).to(parameter.dtype)

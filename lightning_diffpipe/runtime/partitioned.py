@@ -56,7 +56,7 @@ class PartitionedStepCache:
         root: The module.
         step: The user's step.
         graph: The graph that was planned with.
-        positions: Where its path is cut.
+        positions: Positions of its path before which it is cut.
         placement: Ranks of the stages.
         local_rank: This rank's position.
         interception: The installed wrappers.
@@ -65,7 +65,7 @@ class PartitionedStepCache:
         trials: Findings of trials of the step before training: the form that was planned with, whether microbatches
             of one batch may take several (else the first stands for all), and, if there were some, that the code
             after the last layer runs on NaN.
-        forms: Those that are known, if there are several.
+        forms: Known call sequences, if there are several.
         recomputed: See `View`.
         stream: See `View`; None if the plan streams no layer of this rank.
     """
@@ -356,7 +356,7 @@ def aligned(
 
     Args:
         names: Layers that the form calls, in order.
-        planned: Those of the planned form.
+        planned: Calls of the planned form.
         stage_of: Stage of every planned call.
         placement: Ranks of the stages.
 

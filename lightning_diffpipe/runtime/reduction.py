@@ -108,7 +108,7 @@ class GradientReducer:
         return gradients
 
     def restore(self, gradients: Sequence[Tensor | None]) -> None:
-        """Gives the parameters the gradients that were taken."""
+        """Restores the gradients that `take` removed from the parameters."""
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 

@@ -114,7 +114,7 @@ class MicrobatchWork:
     """A microbatch of a step, with all it needs to run.
 
     Attributes:
-        index: Its number in the step.
+        index: Number of the microbatch in the step.
         call: Runs the user's step on this microbatch; takes nothing, returns the loss.
         seed: Seed of the random numbers sampled outside layers.
         partitioned: The step cut into stages, for this microbatch's signature.
@@ -123,10 +123,10 @@ class MicrobatchWork:
             weights, whose sum is known later, what is left of it, and the loss counts with its weight.
         frozen: Outputs of frozen layers that this rank's stages read; filled by the exchange.
         loss: Unscaled loss, on the last stage.
-        weight: Its weight in the mean over microbatches, on the last stage: samples, or what the step said.
+        weight: Weight in the mean over microbatches, on the last stage: samples, or what the step said.
         logged: Metrics that the user's step logged on the last stage, as (method, args, kwargs).
         ends: With several chains: what the loss reads of each, by its last stage.
-        batch: Where batches follow each other without a flush: its number since the pipeline was empty.
+        batch: Number of the batch since the pipeline was empty, where batches follow each other without a flush.
     """
 
     index: int

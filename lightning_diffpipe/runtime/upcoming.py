@@ -175,7 +175,7 @@ class PreparedBatches:
         self.filler.cancel()
 
     def observe(self, step: StepWork, recording: Recording) -> None:
-        """Lets the shares follow what was measured, a step later: by then a GPU has come by."""
+        """Adapts the shares to what was measured, a step later: by then a GPU has reached the stamps."""
         past, ended_s = self._last, time.perf_counter()
         ran = step.frozen.ran if step.frozen is not None and step.early else None
         num_groups = step.frozen.num_own_groups if step.frozen is not None else 0

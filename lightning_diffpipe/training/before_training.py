@@ -94,7 +94,7 @@ _OPTIMIZERS = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
 
 @contextlib.contextmanager
 def early_answers(strategy: Any) -> Iterator[None]:
-    """Gives a step that is run while a strategy has no optimizers yet some that it may ask for."""
+    """Provides optimizers for a step that asks for them while a strategy has none yet."""
 
     def make_optimizers() -> None:
         optimizers, schedulers = _init_optimizers_and_lr_schedulers(strategy.lightning_module)
@@ -116,7 +116,7 @@ class _NoRunYet:
 
 
 def put_off_runs(trainer: Any) -> None:
-    """Lets loggers of W&B seem to have started, until `allow_runs`; not where somebody needs their runs earlier."""
+    """Keeps loggers of W&B from starting runs until `allow_runs`; not where somebody needs their runs earlier."""
     checkpoints = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
     named_by_run = any(checkpoint.dirpath is None for checkpoint in checkpoints)
     for logger in _of_wandb(trainer):
@@ -126,7 +126,7 @@ def put_off_runs(trainer: Any) -> None:
 
 
 def allow_runs(trainer: Any) -> None:
-    """Lets loggers begin their runs when they are asked."""
+    """Allows loggers to start their runs."""
     for logger in _of_wandb(trainer):
         if isinstance(logger._experiment, _NoRunYet):
             logger._experiment = None
@@ -161,7 +161,7 @@ class _Silent(DummyLogger):
 
 @contextlib.contextmanager
 def without_loggers(trainer: Any) -> Iterator[None]:
-    """Lets a trial run of the step find loggers that write nothing."""
+    """Replaces loggers by some that write nothing, for a trial run of the step."""
     with patched(trainer, _loggers=[*map(_Silent, trainer.loggers)]):
         yield
 

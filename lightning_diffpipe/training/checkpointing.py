@@ -396,7 +396,7 @@ class CheckpointHooks(ParallelStrategy):
 
     @watcher.inside("loading a checkpoint")
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Takes over a whole state dict: all of it, or this rank's part once the module is cut.
+        """Loads a whole state dict: all of it, or this rank's part once the module is cut.
 
         Raises:
             CheckpointError: Names or shapes do not fit the module.
@@ -419,7 +419,7 @@ class CheckpointHooks(ParallelStrategy):
             raise CheckpointError(f"the checkpoint does not fit the module: {error}") from error
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Takes over the state of this rank's parameters.
+        """Loads the optimizer state of this rank's parameters.
 
         Raises:
             CheckpointError: There are more or fewer optimizers than there were.
@@ -465,7 +465,7 @@ def _bytes_of(values: Iterable[Any]) -> int:
 
 
 def _counted(optimizers: Sequence[Sequence[int]]) -> str:
-    """Says how many optimizers there are, and of how many parameters each.
+    """Returns in words how many optimizers there are, and of how many parameters each.
 
     Example:
         >>> _counted([[28, 4], [2]])

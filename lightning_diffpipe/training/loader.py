@@ -158,7 +158,7 @@ class PipelineLoader:
         return _is_stateful(self._loader)
 
     def restore(self, state: Any) -> None:
-        """Puts a stateful loader to where it was."""
+        """Restores the position of a stateful loader."""
         self._loader.load_state_dict(state)
         self._restored = True
 
@@ -491,7 +491,7 @@ class _Numbered:
         return cls(loader)
 
     def begin(self, seed_of_batch: Any, seed_of_order: Any, first: int) -> None:
-        """Says which pass is iterated over next, and from which batch on."""
+        """Sets which pass is iterated over next, and from which batch on."""
         self._pass = seed_of_batch, seed_of_order, first
 
     def __len__(self) -> int:
@@ -629,7 +629,7 @@ def take_over(trainer: Any, num_pipelines: int) -> None:
 
 
 def _wants_none(loader: Any) -> bool:
-    """Says that a loader needs no sampler of Lightning; has a name, as trainers are pickled."""
+    """Returns that a loader needs no sampler of Lightning; has a name, as trainers are pickled."""
     return False
 
 
@@ -668,7 +668,7 @@ def place_of(trainer: Any, length: int | None) -> tuple[int, int, int]:
 
 @contextlib.contextmanager
 def telling_place(trainer: Any, epoch: int) -> Iterator[None]:
-    """Lets a trainer tell the epoch and the step that a run goes on at: Lightning restores its loops later.
+    """Sets a trainer to the epoch and the step that a run goes on at: Lightning restores its loops later.
 
     A data set may ask for them when a pass begins, to order or leave out its samples.
     """

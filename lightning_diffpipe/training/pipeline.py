@@ -80,7 +80,7 @@ class ProbedStep:
         batch: One pipeline's batch, on the host.
         small: The batch the graph was probed with.
         graph: The layers.
-        forms: Those that the step takes; the graph is that of the widest.
+        forms: Call sequences of the step; the graph is that of the widest.
     """
 
     module: nn.Module

@@ -189,7 +189,7 @@ class ProcessHooks(ParallelStrategy):
             dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Gives an object of one rank to all.
+        """Returns an object of one rank on all ranks.
 
         With a pipeline no device has a part in it: `Timer` and `ModelCheckpoint` ask after every batch.
         """

@@ -86,7 +86,7 @@ def stop_by_signal() -> SIGTERMException:
 
 
 def report_signals(strategy: Any) -> None:
-    """Says in a line which ranks got SIGTERM, where that ended the run, and what there is to go on from."""
+    """Reports in a line which ranks got SIGTERM, where that ended the run, and what there is to go on from."""
     # Ranks may agree to stop before the word of whom the signal reached has come.
     deadline_s = time.monotonic() + GRACE_S
     while strategy.world_size > 1 and not watcher.signals and time.monotonic() < deadline_s:

@@ -58,7 +58,7 @@ class StepWatch:
         module: The module, its training flags as they were probed.
         layout: Lays batches out, and knows the cut steps.
         idle: Parameters of this rank that could be trained, but get no gradient, by name.
-        trained: Those that get one.
+        trained: Parameters that get a gradient.
         num_diverged: Optimizer steps in a row, up to the latest that was looked at, with a gradient of this rank
             that is not finite, or a loss where there is one pipeline: of several each has a loss of its own, and
             gradients are summed over all, so that they agree.

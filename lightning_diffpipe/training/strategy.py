@@ -631,7 +631,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Puts the gradients of the schedule back; nothing is left to compute."""
+        """Restores the gradients of the schedule; nothing is left to compute."""
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         if not self._running.plan.runs_free:  # else weights were updated already
@@ -716,7 +716,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     # -------------------------------------------------------------------------- phases, and the end
 
     def _enter(self, phase: str) -> None:
-        """Lets the other ranks know what this one does; weights are those after the last batch."""
+        """Tells the other ranks what this one does; weights are those after the last batch."""
         self.drain()
         if self.pipeline is not None:
             silence_watching(self._trainer)  # hooks that were put since

@@ -368,7 +368,7 @@ class _StandIns:
     Args:
         graph: The step; the loss's code reads some of its layers.
         total: Samples in the batch.
-        seed: Seeds them.
+        seed: Seed of the random numbers.
         repeated: As for `_of_samples`.
     """
 
