@@ -472,6 +472,7 @@ def _layers(
     rows: Sequence[_Rows],
     reached: Collection[Any],
 ) -> tuple[Layer, ...]:
+    """Returns the layers of a trace; `reached` are the autograd nodes that the loss depends on."""
     layers: list[Layer] = []
     for record, (rows_in, rows_out) in zip(records, rows, strict=True):
         tags = unfolded(record.reads)

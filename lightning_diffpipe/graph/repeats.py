@@ -126,7 +126,7 @@ class Repeats:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         first: dict[int, int] = {}
         try:
-            known = tuple(
+            arguments = tuple(
                 (_meta(leaf), leaf.requires_grad, first.setdefault(storage_key(leaf), i))
                 if isinstance(leaf, Tensor)
                 else described(leaf)
@@ -135,7 +135,7 @@ class Repeats:
         except UnlikeError:
             return None
         where = torch.is_grad_enabled(), *autocasts(), torch.get_default_dtype()
-        key = self._ids[id(module)], str(spec), known, where, more
+        key = self._ids[id(module)], str(spec), arguments, where, more
         _, ran = self._experience.ran.get(key, (name, ...))
         if num_transforms_around() or ran is None:
             return None

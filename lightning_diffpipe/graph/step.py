@@ -107,12 +107,12 @@ class ModuleSplit:
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Cuts a batch; raises ConfigurationError if the module gave another number of batches, or others sizes."""
         parts = list(self.split_batch(batch, list(sizes)))
-        found = [count_samples(part, self) for part in parts]
-        if found != list(sizes):
+        counts = [count_samples(part, self) for part in parts]
+        if counts != list(sizes):
             raise ConfigurationError(
-                f"{self.owner}.split_batch(batch, {list(sizes)}) gave {len(parts)} batches of {found} samples. Let "
-                "it return one batch for each of the sizes; where a sample is not a row of the batch, but a pair, "
-                "say, count_samples(batch) returns how many there are"
+                f"{self.owner}.split_batch(batch, {list(sizes)}) gave {len(parts)} batches of {counts} samples. "
+                "Let it return one batch for each of the sizes; where a sample is not a row of the batch, but a "
+                "pair, say, count_samples(batch) returns how many there are"
             )
         return parts
 

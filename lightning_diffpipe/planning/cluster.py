@@ -99,10 +99,10 @@ class Cluster:
                 f"num_ranks={self.num_ranks}, ranks_per_host={self.ranks_per_host}"
             )
         for name in ("rank_memory_bytes", "rank_speeds"):
-            if len(given := getattr(self, name)) not in (0, self.num_ranks):
+            if len(figures := getattr(self, name)) not in (0, self.num_ranks):
                 raise ConfigurationError(
-                    f"{name} has {len(given)} numbers, but there are {self.num_ranks} ranks (num_ranks); give one "
-                    "for each"
+                    f"{name} has {len(figures)} numbers, but there are {self.num_ranks} ranks (num_ranks); give "
+                    "one for each"
                 )
         if self.rank_speeds and not 0 < min(self.rank_speeds) <= max(self.rank_speeds) == 1:
             raise ConfigurationError(

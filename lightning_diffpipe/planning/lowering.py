@@ -150,6 +150,7 @@ def prefix_frozen(
 def _lower_program(
     schedule: Schedule, program: Program, incoming: dict[int, list[Message]], num_ahead: int
 ) -> list[Instruction]:
+    """Adds sends and waits to a program, and receives that are posted `num_ahead` messages early."""
     posted = dict.fromkeys(incoming, 0)
     out: list[Instruction] = []
 

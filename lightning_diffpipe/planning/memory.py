@@ -153,10 +153,10 @@ def frozen_loads(
             stage: sum(sizes[m] for m in placement.microbatches_of(stage, rank, len(sizes)))
             for stage in placement.stages_of(rank)
         }
-        made = {part.microbatch for part in parts if part.rank == rank}
+        encoded = {part.microbatch for part in parts if part.rank == rank}
         encodes = rank >= placement.num_ranks - (num_encoding or placement.num_ranks)
         works_on = working if encodes else 0
-        loads.append(FrozenLoad(read, sum(sizes[m] for m in made), works_on, fills, encodes))
+        loads.append(FrozenLoad(read, sum(sizes[m] for m in encoded), works_on, fills, encodes))
     return tuple(loads)
 
 

@@ -124,6 +124,7 @@ class RelayRun(Run):
             return self._call(site, args, kwargs)
 
     def _call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the owner's output of a module on all ranks; one with several owners is entered."""
         if self.inside:
             return site.diffpipe_original(*args, **kwargs)
         if site.name not in self._decisions:
@@ -135,11 +136,11 @@ class RelayRun(Run):
         owner, is_trained = self._decisions[site.name]
         if owner is None:
             return site.diffpipe_original(*args, **kwargs)
-        done = None
+        executed = None
         if all(is_offloaded(p) or not is_placeholder(p) for p in site.module.parameters()):
-            done = self._execute(site, args, kwargs)
-        out, state = self.share(owner, done)
-        if state is not None and done is None:
+            executed = self._execute(site, args, kwargs)
+        out, state = self.share(owner, executed)
+        if state is not None and executed is None:
             rng.restore(state)
         if not torch.is_grad_enabled():
             return out

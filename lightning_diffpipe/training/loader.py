@@ -175,7 +175,7 @@ class PipelineLoader:
             self._ended = epoch, self._times_ended(epoch) + 1
 
     def _batches(self) -> Iterator[Any]:
-        # Those of this pass that were trained on before the run was interrupted.
+        """Yields the batches of a pass, without the first `done`, which an interrupted run was trained on."""
         size = sized_len(self._source)
         epoch, times_ended, done = self._place(size) if self._place else (0, 0, 0)
         if times_ended:
