@@ -220,9 +220,9 @@ class _LinkBench:
                     break
             timed_s = partial(self._timed_s, partial(run, make(size)))
             timed_s()  # warm-up: connections are made
-            wanted = int(each_s / max(timed_s(), 1e-6))
-            wanted = min(max(wanted, _MIN_REPEATS), _MAX_REPEATS)
-            repeats = torch.tensor([wanted], device=self._device)
+            count = int(each_s / max(timed_s(), 1e-6))
+            count = min(max(count, _MIN_REPEATS), _MAX_REPEATS)
+            repeats = torch.tensor([count], device=self._device)
             dist.broadcast(repeats, src=self._ranks[0], group=self._group)
             medians_s.append((size, statistics.median(timed_s() for _ in range(int(repeats)))))
             del timed_s  # and its load, before the next one is made

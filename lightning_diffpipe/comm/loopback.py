@@ -97,11 +97,11 @@ class LoopbackNetwork:
     def take(self, key: Any, what: str) -> Any:
         """Takes a value out of the mail, or waits for it."""
         with self._changed:
-            there = self._changed.wait_for(
+            notified = self._changed.wait_for(
                 lambda: key in self._mail or self._failed is not None, self.timeout_s
             )
             if key not in self._mail:
-                peer, waited_s = (self._failed, 0.0) if there else (key[0], self.timeout_s)
+                peer, waited_s = (self._failed, 0.0) if notified else (key[0], self.timeout_s)
                 raise no_message(key[1], what, f"rank {peer}", waited_s, self.timeout_s)
             value, arrival_s = self._mail.pop(key)
         time.sleep(max(arrival_s - time.monotonic(), 0.0))

@@ -223,7 +223,7 @@ class Mesh:
     def from_first(self, value: Any = None) -> Any:
         """Returns a value of the pipeline's first rank, a batch perhaps, on all of its ranks.
 
-        What is on the device of the first rank comes to those of the others, and lies there as it does here.
+        What is on the device of the first rank comes to those of the others, and has the same strides there.
 
         Raises:
             ConfigurationError: It cannot be pickled.
@@ -277,7 +277,7 @@ class Mesh:
     def clock_offsets_s(self) -> list[float]:
         """Estimates by how many seconds each rank's clock (`time.perf_counter`) is ahead of the first rank's.
 
-        A few messages go there and back: the answer has the peer's time, which is taken to lie half-way between
+        A few messages go there and back: the answer has the peer's time, which is taken to be half-way between
         departure and arrival of the quickest round, so that the error is at most half of that round.
 
             first rank   t0 ------------.                 .------------> t1

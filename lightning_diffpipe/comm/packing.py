@@ -9,9 +9,8 @@ laid a tensor out differently would sample other noise. Sampling needs no stride
 have no padding either, so that the bytes counted are those of the papers' formulas.
 
 Batches of a data loader, and results of layers in evaluation, are anything that can be pickled. Their tensors
-travel outside the pickle, by any backend, and lie at the receiver as they do at the sender (`pickled_value`),
-wherever they are, in containers or deep inside an object such as a distribution: pickled along, they
-would come back on the device that their sender has.
+travel outside the pickle, by any backend, and keep their strides (`pickled_value`), wherever they are, in
+containers or deep inside an object such as a distribution: pickled along, they would keep their sender's device.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 def unpack(message: Tensor, shapes: Sequence[TensorShape], copy: bool = True) -> list[Tensor]:
     """Returns the tensors of a message.
 
-    With `copy` each is in memory of its own, aligned as if it had been computed here; else where they lie, for
+    With `copy` each is in memory of its own, aligned as if it had been computed here; else views of the buffer, for
     those who only copy them elsewhere.
     """
     if len(shapes) == 1:
@@ -243,6 +242,6 @@ class _Unpickler(pickle.Unpickler):
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Returns the memory in which a tensor lies, with the gaps between its elements; a view."""
+    """Returns the memory of a tensor, with the gaps between its elements; a view."""
     length = num_spanned(tensor.shape, tensor.stride())
     return tensor.detach().as_strided((length,), (1,)).view(torch.uint8)

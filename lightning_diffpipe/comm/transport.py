@@ -110,9 +110,9 @@ class Transport:
 
         Args:
             num_stages: Stages of the plan, by which tags differ.
-            delivered: By message, messages of this rank that have arrived when it has. Those that no message
+            delivered: For each message, messages of this rank that have arrived when it has. Those that no message
                 confirms are stored until `finish`.
-            due: By instruction, the receives that begin before it, over NCCL. Others begin when they are
+            due: Receives that begin before each instruction, over NCCL. Others begin when they are
                 waited for.
         """
         self._num_stages, self._delivered, self._due = num_stages, delivered or {}, due or {}
@@ -137,7 +137,7 @@ class Transport:
             self._begin(key)
 
     def come_to(self, instruction: Instruction) -> None:
-        """Begins posted receives that are due before an instruction, to which the program has come."""
+        """Begins the posted receives that belong before an instruction which the program has reached."""
         for key in self._due.get(instruction, ()):
             self._begin(key)
 

@@ -44,18 +44,18 @@ def in_own_memory(
     """Runs a backward inside; then copies first gradients of parameters that share memory, also with `others`."""
     first = [parameter for parameter in parameters if parameter.grad is None]
     yield
-    taken = set(map(_memory, others())) if first else set()
+    memories = set(map(_memory, others())) if first else set()
     for parameter in first:
         if parameter.grad is None:
             continue
         memory = _memory(parameter.grad)
-        if memory is not None and memory in taken:
+        if memory is not None and memory in memories:
             parameter.grad = parameter.grad.clone()
-        taken.add(memory)
+        memories.add(memory)
 
 
 def _memory(tensor: Tensor | None) -> int | None:
-    """Returns where a tensor lies; None if not in one piece of memory."""
+    """Returns the address of a tensor; None if it is not in one piece of memory."""
     if tensor is None or tensor.layout != torch.strided:
         return None
     return tensor.untyped_storage().data_ptr()
@@ -89,14 +89,14 @@ def input_gradients(
     """Runs the first half, from roots and their gradients `flows`.
 
     Returns:
-        Gradients of leaves, `inputs`, `None` where no way leads to one; and the second half.
+        Gradients of leaves, `inputs`, `None` for those that roots do not depend on; and the second half.
     """
     graph = _Graph(roots, inputs)
     if not graph.towards_inputs:
         joint = [(list(roots), list(flows), graph.weights_below([r.grad_fn for r in roots]))]
         return [None] * len(inputs), WeightGradients([call for call in joint if call[2]])
     separate, shared = graph.exits()
-    # These compute all gradients together, whichever are asked for.
+    # The backwards of these nodes compute all gradients at once, so their weights get theirs in this half.
     norm = "NativeGroupNormBackward0"
     whole = [n for n in separate if isinstance(n, BackwardCFunction) or n.name() == norm]
     early = [weight for node in whole for weight in separate.pop(node)]
@@ -106,25 +106,26 @@ def input_gradients(
     pairs = list(zip(roots, flows, strict=True))
     starts = [(r, f) for r, f in pairs if r.grad_fn in graph.towards_inputs]
     others = [(r, f) for r, f in pairs if r.grad_fn not in graph.towards_inputs]
-    ends, given = [r for r, _ in starts], [f for _, f in starts]
-    wanted = [*inputs, *edges, *early]
+    ends, flows_in = [r for r, _ in starts], [f for _, f in starts]
+    targets = [*inputs, *edges, *early]
     try:
-        found = torch.autograd.grad(ends, wanted, given, retain_graph=True, allow_unused=True)
+        grads = torch.autograd.grad(ends, targets, flows_in, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
-    rest = iter(found)
+    rest = iter(grads)  # in the order of `targets`
     of_inputs, of_edges = list(islice(rest, len(inputs))), list(islice(rest, len(edges)))
     later = WeightGradients()
-    known = [(weight, flow) for weight, flow in zip(early, rest, strict=True) if flow is not None]
-    if known:  # to be added where the others are
-        weights = [weight for weight, _ in known]
-        later.calls.append((weights, [flow for _, flow in known], weights))
+    reached = [(weight, flow) for weight, flow in zip(early, rest, strict=True) if flow is not None]
+    if reached:  # to be added where the others are
+        weights = [weight for weight, _ in reached]
+        later.calls.append((weights, [flow for _, flow in reached], weights))
     for node, weights in separate.items():
-        ways = [(i, flow) for i, flow in enumerate(recorded.get(node, ())) if flow is not None]
-        if ways:
-            starts_here = [GradientEdge(node, i) for i, _ in ways]
-            later.calls.append((starts_here, [flow for _, flow in ways], weights))
+        arrived = [(i, flow) for i, flow in enumerate(recorded.get(node, ())) if flow is not None]
+        if arrived:
+            outputs = [GradientEdge(node, i) for i, _ in arrived]
+            later.calls.append((outputs, [flow for _, flow in arrived], weights))
+    # Weights that several nodes share: from the edges kept for them, and from roots that no input leads to.
     crossing = list(zip(edges, of_edges, strict=True)) + others
     crossing = [(edge, flow) for edge, flow in crossing if flow is not None]
     nodes = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge, _ in crossing]
@@ -152,19 +153,19 @@ class _Graph:
                 self._weights[node] = frozenset().union(*below)
 
     def weights_below(self, nodes: Iterable[Node]) -> list[Tensor]:
-        found: dict[Tensor, None] = {}
-        wanted = frozenset().union(*(self._weights.get(node, frozenset()) for node in nodes))
+        below: dict[Tensor, None] = {}
+        reached = frozenset().union(*(self._weights.get(node, frozenset()) for node in nodes))
         for node in self._order:
-            if hasattr(node, "variable") and node.variable in wanted:
-                found[node.variable] = None
-        return list(found)
+            if hasattr(node, "variable") and node.variable in reached:
+                below[node.variable] = None
+        return list(below)
 
     def exits(self) -> tuple[dict[Node, list[Tensor]], list[tuple[Node, int]]]:
-        """Returns the nodes at which ways to weights leave the ways to inputs.
+        """Returns the nodes where paths to weights branch off the paths to inputs.
 
         Returns:
             Nodes with weights that hang off them alone; and, for all other weights, the edges (node, input number)
-            below the exit. No exit of the second kind lies below another.
+            below the exit. No exit of the second kind is below another.
         """
         leaving: dict[tuple[Node, int], set[Node]] = {}
         for node in self._order:

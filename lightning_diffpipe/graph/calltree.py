@@ -95,11 +95,11 @@ def reads_values(func: Any, args: Any, kwargs: Any) -> bool:
 def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Returns the arguments that an operator changes."""
     arguments = func._schema.arguments
-    given = {a.name: kwargs.get(a.name, v) for a, v in zip_longest(arguments, args)}
+    values = {a.name: kwargs.get(a.name, v) for a, v in zip_longest(arguments, args)}
     names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    if given.get("training"):
-        names += [name for name in ("running_mean", "running_var") if name in given]
-    return tensors_in([given[name] for name in names])
+    if values.get("training"):
+        names += [name for name in ("running_mean", "running_var") if name in values]
+    return tensors_in([values[name] for name in names])
 
 
 def put_back(module: nn.Module, attribute: str, value: Any) -> None:
@@ -128,14 +128,14 @@ def forward_replaced(
     root: nn.Module, names: Collection[str], make: Callable[[str, Forward], Forward]
 ) -> AbstractContextManager[None]:
     """Wraps `forward` of some instances for the time of a probe; wrappers of an `Interception` are bypassed."""
-    wanted = set(names)
+    replaced = set(names)
 
     def wrappers() -> Iterator[tuple[nn.Module, str, Any]]:
         for name, module in root.named_modules():
             if module.__dict__.get("_compiled_call_impl") is not None:
                 yield module, "_compiled_call_impl", None  # compilers must not trace wrappers
             original = getattr(module.__dict__.get("forward"), "diffpipe_original", None)
-            if name in wanted:
+            if name in replaced:
                 original = original or module.forward
                 wrapper = functools.update_wrapper(make(name, original), original)
                 yield module, "forward", wrapper
@@ -172,7 +172,7 @@ class OwnFunctions:
     in the backward, all of them: what is called inside cannot be spread over stages.
 
     Attributes:
-        depth: So many functions the code is inside of.
+        depth: Number of functions the code is inside of.
     """
 
     def __init__(self) -> None:
@@ -204,13 +204,13 @@ class CallNode:
     """One module call with the calls inside it.
 
     Attributes:
-        cost: What it costs, with the calls inside.
+        cost: Cost in FLOPs, with the calls inside.
         depth: Autograd functions of the model's own around it.
         is_whole: Such a function calls modules inside it, so that it cannot be expanded.
         num_transforms: Function transforms (`torch.func.jvp`) around it.
         takes: The name of what differentiates modules inside it, so that it stays one layer if it can.
-        keeps_together: What else its own code does, so that it stays one layer unless it is half of the model.
-        found: What was seen of its arguments and output; None if it raised an error.
+        keeps_together: Other work of its own code, so that it stays one layer unless it is half of the model.
+        found: Observed dimensions of its arguments and output; None if it raised an error.
     """
 
     name: str
@@ -274,11 +274,11 @@ class CallTree(TorchDispatchMode):
         selects = is_selection(func, args, kwargs)
         if not (selects or self._sized_by_values):
             return
-        given = tensors_in((args, kwargs))
-        sized = [tensor for tensor in given if storage_key(tensor) in self._sized_by_values]
+        inputs = tensors_in((args, kwargs))
+        sized = [tensor for tensor in inputs if storage_key(tensor) in self._sized_by_values]
         if not (selects or sized):
             return
-        fixed = {tensor.shape for tensor in given} - {tensor.shape for tensor in sized}
+        fixed = {tensor.shape for tensor in inputs} - {tensor.shape for tensor in sized}
         for tensor in tensors_in(out):
             if tensor.dim() and (selects or tensor.shape not in fixed):
                 storage = StorageWeakRef(tensor.untyped_storage())
@@ -298,8 +298,8 @@ class CallTree(TorchDispatchMode):
                 around.takes = transform_around()
             call = None
             if self._sized_by_values:
-                given = tensors_in((args, kwargs))
-                if any(storage_key(tensor) in self._sized_by_values for tensor in given):
+                inputs = tensors_in((args, kwargs))
+                if any(storage_key(tensor) in self._sized_by_values for tensor in inputs):
                     around.keeps_together = "calls layers on as many rows as values say"
             elif self._repeats is not None:
                 call = self._repeats.call(name, args, kwargs, node.depth)
@@ -420,7 +420,7 @@ def _whole(root: nn.Module, top: CallNode, limit: float, expand: Collection[str]
         trained = 2 * num_trained(root.get_submodule(node.name)) >= max(num_trained(root), 1)
         return 2 * node.cost >= top.cost or trained
 
-    found: set[str] = set()
+    whole: set[str] = set()
     dear: dict[str, str] = {}
     stack = [top]
     while stack:
@@ -436,12 +436,12 @@ def _whole(root: nn.Module, top: CallNode, limit: float, expand: Collection[str]
             reason = stays_whole(node.name, node.keeps_together)
         else:
             continue
-        found.add(node.name)
+        whole.add(node.name)
         if node.name and node.cost > limit:
             dear[node.name] = reason
     if dear:
         _log.warning("%d modules stay whole, e.g.: %s", len(dear), dear[min(dear)])
-    return found
+    return whole
 
 
 def inside_function(name: str) -> str:
@@ -454,7 +454,7 @@ def inside_function(name: str) -> str:
 
 
 def uncalled_owners(root: nn.Module, seen: Collection[str], layers: Collection[str]) -> set[str]:
-    """Returns modules with parameters that were neither called nor lie inside a layer."""
+    """Returns modules with parameters that were neither called nor are inside a layer."""
     inside = tuple(name + "." for name in layers)
     return {
         name

@@ -67,12 +67,12 @@ def find_chains(root: nn.Module, step: Callable[..., Any], batch: Any, graph: La
 
 
 def _starts(graph: LayerGraph) -> tuple[int, ...]:
-    """Returns positions after which only the loss reads what was made before, if two layers or more lie between."""
+    """Returns positions after which only the loss reads what was made before, if two layers or more are between."""
     position = {layer: at for at, layer in enumerate(graph.path)}
     reaches = list(range(len(graph.path)))  # the last position that is connected with this one
     for at, layer in enumerate(graph.path):
-        for made in graph.layers[layer].deps & position.keys():
-            reaches[position[made]] = max(reaches[position[made]], at)
+        for maker in graph.layers[layer].deps & position.keys():
+            reaches[position[maker]] = max(reaches[position[maker]], at)
     starts, until = [0], 0
     for at in range(len(graph.path)):
         if at > until and at - starts[-1] > 1 and at + 1 < len(graph.path):
@@ -85,8 +85,8 @@ def _why_connected(graph: LayerGraph) -> str:
     """Returns what connects layers of different modules, or what is frozen."""
     path = set(graph.path)
     for layer in (graph.layers[i] for i in graph.path):
-        for made in sorted(layer.deps & path):
-            source = graph.layers[made].name
+        for maker in sorted(layer.deps & path):
+            source = graph.layers[maker].name
             if _owner(source) != _owner(layer.name):
                 return (
                     f"{layer.name} reads what {source} gives, be it detached. Backbones that run in opposite "
@@ -139,13 +139,13 @@ def _mixed_loss(
     with Interception(root).installed() as interception:
         view = StageView(root, graph, replace(end, received_gradients=keys), interception)
         for chain, start in enumerate(starts):
-            own = {key for key in end.needed if chain_of.get(key[0], chain) == chain}
-            found = []
-            for values in _fillings(graph, end, own):
+            chain_keys = {key for key in end.needed if chain_of.get(key[0], chain) == chain}
+            by_filling = []
+            for values in _fillings(graph, end, chain_keys):
                 run = view.forward(call, seed=0, received=values, log=lambda *_: None)
                 gradients = run.backward()
-                found.append([gradients[key] for key in sorted(own & {*keys})])
-            if any(not _equal(found[0], other) for other in found[1:]):
+                by_filling.append([gradients[key] for key in sorted(chain_keys & {*keys})])
+            if any(not _equal(by_filling[0], other) for other in by_filling[1:]):
                 return (
                     f"the gradients of {_owner(graph.path_names[start])} depend on what other backbones give: the "
                     "loss is no sum of one for each. Add the losses, with constant weights, or use schedule=1f1b"
@@ -155,8 +155,8 @@ def _mixed_loss(
 
 def _metrics(root: nn.Module) -> dict[int, list[Tensor]]:
     return {
-        id(module): [leaf.detach().clone() for leaf in pytree.tree_leaves(own)]
-        for module, own in own_tensors(root.modules())
+        id(module): [leaf.detach().clone() for leaf in pytree.tree_leaves(tensors)]
+        for module, tensors in own_tensors(root.modules())
     }
 
 
@@ -215,9 +215,9 @@ def passes(graph: LayerGraph) -> tuple[tuple[int, int], ...]:
             length = stop - first - (count - 2) * distance
             if count > 1 and length > 1:
                 starts = [first + k * distance for k in range(count)]
-                found = tuple((start, start + length) for start in starts)
-                cost = sum(graph.layers[path[i]].cost_flops for a, b in found for i in range(a, b))
-                best = max(best, (cost, count, found))
+                ranges = tuple((start, start + length) for start in starts)
+                cost = sum(graph.layers[path[i]].cost_flops for a, b in ranges for i in range(a, b))
+                best = max(best, (cost, count, ranges))
             first = stop + 1
     total = sum(graph.layers[i].cost_flops for i in path)
     return best[2] if 2 * best[0] >= total else ()

@@ -33,14 +33,14 @@ class StageCut:
     Attributes:
         index: Position in the pipeline; -1 for the frozen layers.
         received: Tensors that come from earlier stages, including those only passed on.
-        message: Those of them that the stage before sends.
-        handed: Those that an earlier stage of the same rank has, by that stage.
+        message: Tensors of `received` that the stage before sends.
+        handed: Tensors of `received` that an earlier stage of the same rank passes on in memory, by that stage.
         sent: Tensors that go to later stages, including those passed through; for the frozen layers: all results
             that some stage reads.
         frozen_received: Results of frozen layers that are read here.
         needed: Tensors that must be real here; all others are dummies.
-        received_gradients: Those of `received` for which a gradient goes back.
-        sent_gradients: Those of `sent` for which a gradient comes back.
+        received_gradients: Tensors of `received` for which a gradient goes back.
+        sent_gradients: Tensors of `sent` for which a gradient comes back.
         parameters: Parameters that must be resident, trained or not.
         written_buffers: Buffers that change here and nowhere else.
         sees_all: All that the loss reads is real here. With several chains each computes its own part of the loss,
@@ -81,7 +81,7 @@ class Cut:
     """The trained path cut into stages.
 
     Attributes:
-        positions: Where the path was cut: stage s starts at position `positions[s - 1]` of the path.
+        positions: Cuts of the path: stage s starts at position `positions[s - 1]` of the path.
         frozen: The frozen layers, as if they were a stage of their own.
     """
 
@@ -107,8 +107,8 @@ def cut(
     Args:
         graph: The probed step.
         positions: Increasing positions in `graph.path`; none means a single stage.
-        stage_ranks: By stage: the ranks that hold it; None if every stage has ranks of its own.
-        first_stages: Where chains begin that know nothing of each other; see `planning.profile.joined`.
+        stage_ranks: Ranks that hold each stage; None if every stage has ranks of its own.
+        first_stages: First stages of chains that know nothing of each other; see `planning.profile.joined`.
         may_be_empty: Stages may have no layers: those of passes that this call sequence leaves out.
 
     Raises:
@@ -122,21 +122,21 @@ def cut(
             f"layer; choose increasing positions between 1 and {len(path) - 1}, or fewer stages, or "
             "a finer probe (a smaller max_share)"
         )
-    own = [frozenset(path[a:b]) for a, b in pairwise(bounds)]
-    last = len(own) - 1
+    runs = [frozenset(path[a:b]) for a, b in pairwise(bounds)]
+    last = len(runs) - 1
     frozen = frozenset(graph.frozen)
     ends = {stop - 1: range(first, stop) for first, stop in pairwise((*first_stages, last + 1))}
     read_at_end = {
-        s: frozenset(k for k in graph.tail_reads if k[0] in frozen.union(*(own[i] for i in chain)))
+        s: frozenset(k for k in graph.tail_reads if k[0] in frozen.union(*(runs[i] for i in chain)))
         for s, chain in ends.items()
     }
     reads = []
-    for s, layers in enumerate(own):
+    for s, layers in enumerate(runs):
         keys = read_at_end.get(s, frozenset()).union(*(graph.layers[i].reads for i in layers))
         reads.append(frozenset(key for key in keys if key[0] not in layers))
-    ways = _ways(graph, own, reads, ends, stage_ranks)
-    of_stages = enumerate(zip(own, reads, strict=True))
-    stages = tuple(_stage_cut(graph, s, *both, ways, s in ends) for s, both in of_stages)
+    routes = _routes(graph, runs, reads, ends, stage_ranks)
+    of_stages = enumerate(zip(runs, reads, strict=True))
+    stages = tuple(_stage_cut(graph, s, *both, routes, s in ends) for s, both in of_stages)
     if len(ends) > 1:
         parts = {s: tuple(sorted(k for k in read_at_end[s] if k[0] not in frozen)) for s in ends}
         stages = tuple(
@@ -148,30 +148,30 @@ def cut(
     return Cut(tuple(positions), frozen_cut, stages)
 
 
-def _ways(
+def _routes(
     graph: LayerGraph,
-    own: Sequence[frozenset[int]],
+    stage_layers: Sequence[frozenset[int]],
     reads: Sequence[frozenset[TensorKey]],
     ends: Container[int],
     stage_ranks: Sequence[tuple[int, ...]] | None,
-) -> dict[TensorKey, _Way]:
-    """Routes what stages read of each other, there and, as gradients, back."""
+) -> dict[TensorKey, _TensorRoute]:
+    """Returns the route of each tensor that another stage reads, and of its gradient."""
     several = stage_ranks and len(set(stage_ranks)) < len(stage_ranks)
     shared = tuple(stage_ranks) if stage_ranks and several else None
-    stage_of = {layer: s for s, layers in enumerate(own) for layer in layers}
+    stage_of = {layer: s for s, layers in enumerate(stage_layers) for layer in layers}
     carrying = frozenset(
         s
-        for s, layers in enumerate(own)
+        for s, layers in enumerate(stage_layers)
         if s in ends or any(graph.layers[k].carries_gradient for k in layers)
     )
-    ways: dict[TensorKey, _Way] = {}
+    routes: dict[TensorKey, _TensorRoute] = {}
     for key in sorted({key for keys in reads for key in keys if key[0] in stage_of}):
         maker = stage_of[key[0]]
         readers = tuple(s for s, keys in enumerate(reads) if key in keys)
         back = readers if graph.needs_gradient(key) else ()
         returned = route(maker, tuple(s for s in back if s in carrying), shared, carrying)
-        ways[key] = _Way(route(maker, readers, shared, None, returned), returned.readers)
-    return ways
+        routes[key] = _TensorRoute(route(maker, readers, shared, None, returned), returned.readers)
+    return routes
 
 
 def uncut(graph: LayerGraph) -> StageCut:
@@ -185,7 +185,7 @@ def tail(graph: LayerGraph) -> StageCut:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _TensorRoute:
     """The route of a tensor to its readers, and the stages from which a gradient of it comes back."""
 
     route: Route
@@ -197,15 +197,16 @@ def _stage_cut(
     index: int,
     layers: frozenset[int],
     needed: frozenset[TensorKey],
-    ways: Mapping[TensorKey, _Way],
+    routes: Mapping[TensorKey, _TensorRoute],
     is_last: bool,
 ) -> StageCut:
+    """Returns the part of a stage in a cut, given the tensors that it `needed` from other layers."""
     parameters = frozenset().union(*(graph.layers[i].parameters for i in layers))
     frozen = tuple(sorted(k for k in needed if graph.layers[k[0]].frozen))
-    message = tuple(key for key, way in ways.items() if index in way.route.sent_to)
+    message = tuple(key for key, way in routes.items() if index in way.route.sent_to)
     handed: dict[int, list[TensorKey]] = {}
     readers: dict[TensorKey, set[int]] = {}
-    for key, way in ways.items():
+    for key, way in routes.items():
         for before, stage in (*((s - 1, s) for s in way.route.sent_to), *way.route.handed):
             if before == index:
                 readers.setdefault(key, set()).add(stage)
@@ -222,8 +223,8 @@ def _stage_cut(
         sent=tuple(readers),
         frozen_received=frozen,
         needed=needed,
-        received_gradients=tuple(k for k in received if index in ways[k].returned_by),
-        sent_gradients=tuple(k for k, to in readers.items() if to & ways[k].returned_by),
+        received_gradients=tuple(k for k in received if index in routes[k].returned_by),
+        sent_gradients=tuple(k for k, to in readers.items() if to & routes[k].returned_by),
         parameters=parameters | (graph.tail_parameters if is_last else frozenset()),
         written_buffers=frozenset().union(*(graph.layers[i].written_buffers for i in layers)),
         is_last=is_last,
@@ -255,13 +256,13 @@ def boundary_bytes(graph: LayerGraph) -> tuple[int, ...]:
     """
     path = graph.path
     foldable = {call for call in graph.calls if _folds(graph, call)}
-    wanted: set[Value] = set(graph.stream(len(graph.layers)))
+    crossing: set[Value] = set(graph.stream(len(graph.layers)))
     sizes = [0] * (len(path) + 1)
     for k in range(len(path), 0, -1):
         if k < len(path):
-            wanted |= graph.stream(path[k])
+            crossing |= graph.stream(path[k])
         stop = path[k] if k < len(path) else len(graph.layers)
-        sizes[k] = _crossing_bytes(graph, wanted, stop, foldable)
+        sizes[k] = _crossing_bytes(graph, crossing, stop, foldable)
     return tuple(sizes)
 
 
@@ -306,22 +307,22 @@ def skips(graph: LayerGraph) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
                 seen |= output.parts
             else:
                 readers.setdefault(value, set()).add(position)
-    found = []
+    long_reads = []
     for value, positions in readers.items():
         if isinstance(value, int):
             folded = graph.folded[value]
             inside, size = range(folded.call.first, folded.call.stop), folded.num_bytes
         else:
             inside, size = range(value[0], value[0] + 1), graph.spec(value).nbytes
-        made = max((at[layer] for layer in inside if layer in at), default=len(path))
-        later = tuple(sorted(position for position in positions if position > made))
-        if later and later[-1] - made >= max(2, len(path) // _SKIP_SHARE):
-            found.append((size, made, later))
-    return tuple(sorted(found))
+        maker = max((at[layer] for layer in inside if layer in at), default=len(path))
+        later = tuple(sorted(position for position in positions if position > maker))
+        if later and later[-1] - maker >= max(2, len(path) // _SKIP_SHARE):
+            long_reads.append((size, maker, later))
+    return tuple(sorted(long_reads))
 
 
 def _folds(graph: LayerGraph, call: ContainerCall) -> bool:
-    """Returns whether a container becomes one layer of a stage if it lies within it."""
+    """Returns whether a container becomes one layer of a stage if it is within it."""
     on_path = any(not graph.layers[i].frozen for i in range(call.first, call.stop))
     stays = call.draws_random or call.name in graph.leaky or is_mixed(graph, call)
     return on_path and not stays

@@ -124,13 +124,13 @@ class StepProbe:
     """One step on one batch, run again and again until the choice of layers holds.
 
     Attributes:
-        module: What the step is run on: the real module, or a fake copy of it.
+        module: Module the step is run on: the real one, or a fake copy of it.
         batch: A microbatch, fake if the module is.
-        form: That of a larger batch, if it is known.
-        mode: What the graph says about it.
+        form: Form of a larger batch, if it is known.
+        mode: `LayerGraph.mode` of the graph.
         fake_mode: The mode of fake tensors, None for real ones.
         original: The module that `module` is a copy of, if it is one.
-        experience: Of the trace that found the graph which is traced again with other layers.
+        experience: Results of the trace that found the graph which is traced again with other layers.
     """
 
     module: nn.Module
@@ -170,7 +170,7 @@ class StepProbe:
         raise GraphError(f"values leave layers without being returned: {sorted(leaky)[:5]}")
 
     def discover_named(self, names: Collection[str]) -> LayerGraph:
-        """Takes modules of these names for layers; what lies next to them has layers as coarse as can be.
+        """Takes modules of these names for layers; what is next to them has layers as coarse as can be.
 
         Raises:
             LayerLeakError: One of them must be expanded.
@@ -224,13 +224,13 @@ class StepProbe:
             raise _OtherCallsError
         reached = set(nodes_below([loss_of(out).grad_fn]))
         tail_tags, trained = unfolded(tail), self._trained(reached)
-        seeded = known.seeded if known else {it.name for it in tracer.records if it.drew}
+        seeded = known.seeded if known else {r.name for r in tracer.records if r.drew}
         for record in () if known else tracer.records:
             record.num_seeds = int(record.name in seeded)
         of_more_samples, rows = self._rows(tracer, layers, containers, known)
-        found = _layers(tracer.records, trained, rows, reached)
+        layers_run = _layers(tracer.records, trained, rows, reached)
         return LayerGraph(
-            layers=found,
+            layers=layers_run,
             tail_reads=_keys(tail_tags),
             tail_parameters=_parameters(tail_tags),
             trained=trained,
@@ -244,7 +244,7 @@ class StepProbe:
             mode=self.mode,
             of_more_samples=of_more_samples,
             form=self.form,
-            hooks=_readers_of_hooked(tracer, found, returned),
+            hooks=_readers_of_hooked(tracer, layers_run, returned),
             weighted=weight_of(out) is not None,  # what follows is of the code between layers
             streams=tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
             host_random=tracer.drew_host_random,
@@ -303,12 +303,12 @@ class StepProbe:
         if self._hooked is None:
             self._hooked = _hooks_and_notes(self.module)
             self._counted = [
-                (held, {name: value for name, value in held.items() if type(value) is int})
-                for held in map(vars, self.module.modules())
+                (state, {name: value for name, value in state.items() if type(value) is int})
+                for state in map(vars, self.module.modules())
             ]
         rng.seed_all(self.seed, host=True)  # also of fake runs: coins fall the same on all ranks
-        for held, numbers in self._counted:
-            held.update(numbers)
+        for state, numbers in self._counted:
+            state.update(numbers)
         with torch.enable_grad(), self.fake_mode or contextlib.nullcontext():
             out = around(lambda: self.step(self.module, batch))
         self._refuse_new_hooks()
@@ -386,12 +386,12 @@ class StepProbe:
         records, num_samples = tracer.records, count_samples(self.batch, self.form)
         # Another call sequence of the step may give the same calls other samples.
         same_form = known and known.fine_names == tuple(tracer.fine_names)
-        found = known.of_more_samples if known and same_form else None
+        dims = known.of_more_samples if known and same_form else None
         more: list[_Dims] | None = None
         calls = list(map(_call_of, records))
         # Of calls without layers inside, several may have the same key.
-        if found and all(call in found and call[1] < call[2] for call in calls):
-            more = [found[call] for call in calls]
+        if dims and all(call in dims and call[1] < call[2] for call in calls):
+            more = [dims[call] for call in calls]
         signature = batch_signature(self.batch)
         if known and more and known.signature != signature:
             same_structure = _structure(known.signature) == _structure(signature)
@@ -400,8 +400,8 @@ class StepProbe:
                 return None, rows
             more = None
         if more is None:
-            found, more = self._dims_of_more_samples(tracer, layers, containers)
-        return found, [
+            dims, more = self._dims_of_more_samples(tracer, layers, containers)
+        return dims, [
             (
                 argument_rows(record.argument_dims, more_in, num_samples),
                 output_rows(record.output_dims, more_out, num_samples),
@@ -423,10 +423,10 @@ class StepProbe:
         if [call.name for call in of_layers] != [record.name for record in tracer.records]:
             return None, unknown
         bounds = [*(record.fine_start for record in tracer.records), len(tracer.fine_names)]
-        found: dict[tuple[str, int, int], LeadingDims] = {}
+        dims: dict[tuple[str, int, int], LeadingDims] = {}
         for call in seen:
-            found.setdefault((call.name, bounds[call.first], bounds[call.stop]), call.found)
-        return found, [call.found for call in of_layers]
+            dims.setdefault((call.name, bounds[call.first], bounds[call.stop]), call.found)
+        return dims, [call.found for call in of_layers]
 
     def with_observed_strides(self, graph: LayerGraph) -> LayerGraph:
         """Returns the graph with strides as they really are, where the step calls the same layers."""
@@ -440,8 +440,8 @@ class StepProbe:
             dataclasses.replace(
                 layer,
                 outputs=tuple(
-                    dataclasses.replace(o, stride=found) if isinstance(o, TensorSpec) else o
-                    for o, found in zip(layer.outputs, call.found, strict=True)
+                    dataclasses.replace(o, stride=observed) if isinstance(o, TensorSpec) else o
+                    for o, observed in zip(layer.outputs, call.found, strict=True)
                 ),
             )
             for layer, call in zip(graph.layers, seen, strict=True)
@@ -460,9 +460,9 @@ def _hooks_and_notes(root: nn.Module) -> _Hooked:
         on_outputs = module._forward_hooks, module._forward_pre_hooks
         on_gradients = module._backward_hooks, module._backward_pre_hooks
         hooks |= {(name, key) for key in itertools.chain(*on_outputs, *on_gradients)}
-        held = vars(module)
-        own = held.keys() - OF_EVERY_MODULE
-        notes |= {(name, key): held[key] is True for key in own if key[0] == "_"}
+        attributes = vars(module)
+        names = attributes.keys() - OF_EVERY_MODULE
+        notes |= {(name, key): attributes[key] is True for key in names if key[0] == "_"}
     return hooks, notes
 
 
@@ -472,6 +472,7 @@ def _layers(
     rows: Sequence[_Rows],
     reached: Collection[Any],
 ) -> tuple[Layer, ...]:
+    """Returns the layers of a trace; `reached` are the autograd nodes that the loss depends on."""
     layers: list[Layer] = []
     for record, (rows_in, rows_out) in zip(records, rows, strict=True):
         tags = unfolded(record.reads)
@@ -512,15 +513,15 @@ def _readers_of_hooked(
     path = [layer.index for layer in layers if not layer.frozen]
     reads = [(r.index, unfolded(r.reads)) for r in tracer.records]
     reads.append((len(layers), unfolded(returned)))
-    found = []
+    by_hook = []
     for hook in tracer.provenance.hooks:
         readers = {index for index, tags in reads if hook in tags}
         if hook.made < hook.hooked:  # layers in between may have read it without a tag
             readers |= {index for index in path if hook.made <= index < hook.hooked}
             # A stage that ends earlier does not get to where the hook is put.
             readers.add(min((index for index in path if index >= hook.hooked), default=len(layers)))
-        found.append(frozenset(readers))
-    return tuple(found)
+        by_hook.append(frozenset(readers))
+    return tuple(by_hook)
 
 
 def _keys(tags: Collection[Any]) -> frozenset[TensorKey]:
@@ -554,14 +555,14 @@ def _known_rows(
             for size, r, before in zip(now, rows, other, strict=True)
         )
 
-    made = lambda layer: [o.rows if isinstance(o, TensorSpec) else None for o in layer.outputs]
-    of_call = {(la.name, *la.fine): (la.argument_rows, made(la)) for la in known.layers}
-    found: list[_Rows] = []
+    rows_of = lambda layer: [o.rows if isinstance(o, TensorSpec) else None for o in layer.outputs]
+    of_call = {(la.name, *la.fine): (la.argument_rows, rows_of(la)) for la in known.layers}
+    rows_by_layer: list[_Rows] = []
     for record, (dims_in, dims_out) in zip(records, dims, strict=True):
         rows_in, rows_out = of_call.get(_call_of(record), (None, ()))
         if not agree(record.output_dims, rows_out, dims_out):
             return None
         if rows_in is not None and not agree(record.argument_dims, rows_in, dims_in):
             return None
-        found.append((rows_in, rows_out))
-    return found
+        rows_by_layer.append((rows_in, rows_out))
+    return rows_by_layer

@@ -78,8 +78,8 @@ def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
     states = [*root.parameters(), *root.buffers()]
     memo |= {id(tensor): mode.like(tensor) for tensor in states}
     # Most containers of a module are empty, and copying one takes as long as a setting.
-    held = (value for module in root.modules() for value in vars(module).values())
-    memo |= {id(value): type(value)() for value in held if type(value) in _EMPTIED and not value}
+    values = (value for module in root.modules() for value in vars(module).values())
+    memo |= {id(value): type(value)() for value in values if type(value) in _EMPTIED and not value}
     with _LeftOvers(mode, states):
         try:
             duplicate = copy.deepcopy(root, memo)
@@ -88,10 +88,10 @@ def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
     for name, attribute, value in shared:  # Lightning drops its trainer when it is copied
         duplicate.get_submodule(name).__dict__[attribute] = value
     for module in duplicate.modules():
-        hooks = [held for held in vars(module).values() if isinstance(held, OrderedDict)]
-        for held in (vars(module), *hooks):
-            for name in [n for n, x in held.items() if isinstance(x, types.FunctionType)]:
-                held[name] = _closed_over(held[name], memo)
+        hooks = [value for value in vars(module).values() if isinstance(value, OrderedDict)]
+        for table in (vars(module), *hooks):
+            for name in [n for n, x in table.items() if isinstance(x, types.FunctionType)]:
+                table[name] = _closed_over(table[name], memo)
     for name, module in root.named_modules():
         if getattr(module._parameters.get("weight"), "quant_state", None) is not None:
             packed: Any = duplicate.get_submodule(name)
@@ -115,12 +115,12 @@ def _closed_over(value: Any, memo: dict[int, Any]) -> Any:
     cells = list(value.__closure__ or ())
     for index, cell in enumerate(cells):
         with contextlib.suppress(ValueError):  # of one that is empty
-            known = _closed_over(cell.cell_contents, memo)
-            cells[index] = cell if known is cell.cell_contents else types.CellType(known)
+            content = _closed_over(cell.cell_contents, memo)
+            cells[index] = cell if content is cell.cell_contents else types.CellType(content)
     if all(map(operator.is_, cells, value.__closure__ or ())):
         return value
-    given = value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
-    memo[id(value)] = copied = types.FunctionType(*given)
+    parts = value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
+    memo[id(value)] = copied = types.FunctionType(*parts)
     copied.__kwdefaults__ = value.__kwdefaults__
     vars(copied).update(vars(value))
     return copied
@@ -197,7 +197,7 @@ class TrackedFakeMode(FakeTensorMode):
 
     def anything_alive(self) -> bool:
         """Returns whether a tensor made under this mode survived the step."""
-        self._made = [made for made in self._made if not made.expired()]
+        self._made = [reference for reference in self._made if not reference.expired()]
         return bool(self._made)
 
 

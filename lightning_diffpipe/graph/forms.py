@@ -51,7 +51,7 @@ class StepForm(NamedTuple):
 
     Attributes:
         calls: The layers that it calls, in order, each with whether gradients were on.
-        reads: What the code between layers reads, outputs of layers and parameters, each with the number of calls
+        reads: Values the code between layers reads, outputs of layers and parameters, each with the number of calls
             before it. Empty unless steps with the same calls read different things.
     """
 
@@ -238,8 +238,8 @@ class FormView(View):
         coins = any(is_coin for _, is_coin, _ in reads)
         # Of the loss there are coins, too; what else is read after the last layer is made of dummies.
         known_reads = tuple(n for at, is_coin, n in reads if is_coin or at < len(form.calls))
-        known = tuple(zip(self.graph.counters, counted, strict=True))
-        return form, Exemplar(seed, arguments, known_reads, host, known, host or coins)
+        counters = tuple(zip(self.graph.counters, counted, strict=True))
+        return form, Exemplar(seed, arguments, known_reads, host, counters, host or coins)
 
 
 @dataclass(frozen=True)
@@ -292,59 +292,60 @@ def survey(
     Raises:
         GraphError: None of the sequences calls all layers.
     """
-    found: list[tuple[StepForm, Exemplar]] = []
+    trials: list[tuple[StepForm, Exemplar]] = []
     with Interception(root).installed() as interception, untouched(root):
         view = FormView(root, graph, interception, lenient=True, by_reads=True)
 
         def trial(number: int, microbatch: int) -> tuple[StepCall, int, tuple[Any, ...]]:
-            own = (arguments[0] + number, *arguments[1:]) if arguments else ()
-            call = StepCall(step, root, batch, own, graph.batch_writes)
-            return call, seed_of(number, microbatch), own
+            shifted = (arguments[0] + number, *arguments[1:]) if arguments else ()
+            call = StepCall(step, root, batch, shifted, graph.batch_writes)
+            return call, seed_of(number, microbatch), shifted
 
         if not (graph.counters or graph.generators):
-            found = [view.exemplar(*trial(number, 0)) for number in range(_FEW)]
-            forms: set[StepForm | None] = {form for form, _ in found}
-            for sides in _SIDES if any(exemplar.tossed for _, exemplar in found) else ():
+            trials = [view.exemplar(*trial(number, 0)) for number in range(_FEW)]
+            forms: set[StepForm | None] = {form for form, _ in trials}
+            for sides in _SIDES if any(exemplar.tossed for _, exemplar in trials) else ():
                 if len(forms) == 1:
                     forms.add(view.extreme_form(*trial(0, 0)[:2], sides))
             if len(forms) == 1:
-                return _of_trials(found)
-            found.clear()
+                return _forms_of_trials(trials)
+            trials.clear()
         for number, microbatch in itertools.product(range(_MANY // 2), range(2)):
-            found.append(view.exemplar(*trial(number, microbatch)))
+            trials.append(view.exemplar(*trial(number, microbatch)))
             if microbatch:
                 view.count()
-    return _of_trials(found)
+    return _forms_of_trials(trials)
 
 
-def _of_trials(found: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Forms]:
-    each = [{what for _, what in form.reads} for form, _ in found]
-    read = set.union(*each) - set.intersection(*each)
-    counts = Counter(form for form, _ in found)
+def _forms_of_trials(trials: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Forms]:
+    """Returns the longest call sequence, and all with their frequencies; see `survey`."""
+    reads = [{value for _, value in form.reads} for form, _ in trials]
+    read = set.union(*reads) - set.intersection(*reads)  # in some trials only
+    counts = Counter(form for form, _ in trials)
     by_reads = len(counts) > (num_sequences := len({form.calls for form in counts}))
     if len(counts) > MOST_FORMS >= num_sequences or not by_reads:  # too many to be probed
-        by_reads, found = False, [(StepForm(form.calls), exemplar) for form, exemplar in found]
-        counts = Counter(form for form, _ in found)
-    exemplars = dict(reversed(found))
+        by_reads, trials = False, [(StepForm(form.calls), exemplar) for form, exemplar in trials]
+        counts = Counter(form for form, _ in trials)
+    exemplars = dict(reversed(trials))
     forms = sorted(counts, key=lambda f: (-len(f.calls), -len(f.reads), -counts[f]))
-    known = set(names_of(forms[0]))
+    widest_names = set(names_of(forms[0]))
     for form in forms[1:]:
-        if more := sorted(set(names_of(form)) - known):
+        if more := sorted(set(names_of(form)) - widest_names):
             raise GraphError(
                 f"the step has {len(forms)} call sequences, none of which has all layers: the longest "
                 f"({len(forms[0].calls)}) does not call {more[0]}, which another does. Let one of them call all "
                 "(multiply by 0 what shall not count), or move the branch inside the forward of one module"
             )
-    batches = zip(found[::2], found[1::2], strict=False)
+    batches = zip(trials[::2], trials[1::2], strict=False)
     is_shared = all(first[0] == second[0] for first, second in batches)
     return forms[0], Forms(
         tuple(exemplars[form] for form in forms),
-        tuple(counts[form] / len(found) for form in forms),
+        tuple(counts[form] / len(trials) for form in forms),
         tuple(map(names_of, forms)),
         is_shared,
-        any(exemplar.tossed for _, exemplar in found) or not is_shared,
+        any(exemplar.tossed for _, exemplar in trials) or not is_shared,
         by_reads,
-        frozenset(what for what in read if isinstance(what, str)),
+        frozenset(name for name in read if isinstance(name, str)),
     )
 
 
@@ -352,7 +353,7 @@ class _FormRun(StubbedRun):
     """One walk through a step with a stub for every layer.
 
     Attributes:
-        counted: Its counters at the latest call of a layer.
+        counted: Counters at the latest call of a layer.
         takes_coin: The operator that runs takes a number out of random numbers, and of no layer.
     """
 
@@ -407,15 +408,15 @@ class _FormRun(StubbedRun):
         if self._view.by_reads:
             self._alive.append(out)
             leaves = enumerate(pytree.tree_leaves(out))
-            self._labels |= {id(it): (len(self._calls), leaf) for leaf, it in leaves}
+            self._labels |= {id(tensor): (len(self._calls), leaf) for leaf, tensor in leaves}
             self._origins |= dict.fromkeys(map(storage_key, tensors_in(out)), _LAYER)
         return out
 
     def ran(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """Runs an operator, and follows what is made of random numbers alone: coins are taken out of that."""
         self.see((args, kwargs))
-        found = [self._origins.get(storage_key(tensor), 0) for tensor in tensors_in((args, kwargs))]
-        origin = max([*found, _SAMPLED if rng.draws(func, args, kwargs) else 0])
+        kinds = [self._origins.get(storage_key(tensor), 0) for tensor in tensors_in((args, kwargs))]
+        origin = max([*kinds, _SAMPLED if rng.draws(func, args, kwargs) else 0])
         self.takes_coin = func is _TAKES_NUMBER and origin == _SAMPLED
         out = run()
         if origin:

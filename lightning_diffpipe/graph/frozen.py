@@ -65,7 +65,7 @@ def sample_groups(start: int, stop: int, size: int) -> tuple[Samples, ...]:
 def join_samples(
     graph: LayerGraph, parts: Sequence[Mapping[TensorKey, Tensor]]
 ) -> dict[TensorKey, Tensor]:
-    """Puts the results of runs on consecutive ranges of samples together."""
+    """Joins the results of runs on consecutive ranges of samples."""
     joined: dict[TensorKey, Tensor] = {}
     for key, first in parts[0].items():
         spec = graph.spec(key)
@@ -80,14 +80,14 @@ def join_samples(
 def rows_of(layer: Layer, flat: list[Any], group: Samples) -> list[Any]:
     """Returns arguments of a layer, of tensors with rows of samples those of a group."""
     start, stop = group
-    known = layer.argument_rows or ()
-    if len(known) != len(flat):
+    layer_rows = layer.argument_rows or ()
+    if len(layer_rows) != len(flat):
         raise GraphError(
-            f"{layer.name} was called with {len(flat)} arguments, the probe saw {len(known)}"
+            f"{layer.name} was called with {len(flat)} arguments, the probe saw {len(layer_rows)}"
         )
     return [
         value[start * rows : stop * rows] if rows and isinstance(value, Tensor) else value
-        for value, rows in zip(flat, known, strict=True)
+        for value, rows in zip(flat, layer_rows, strict=True)
     ]
 
 
@@ -225,13 +225,13 @@ class FrozenView(View):
         """Returns by how much results differ between a run in groups and one on all samples, where they do."""
         whole, part = self._whole(call, seed, ()), self._whole(call, seed, groups)
         start, stop = groups[0][0], groups[-1][1]
-        found: dict[str, float] = {}
+        differences: dict[str, float] = {}
         for key, value in part.items():
             expected = self.graph.spec(key).rows_of(whole[key], start, stop)
             difference = relative_difference(value, expected)
             if difference > tolerance_of(self.graph, self.cut.layers, value):
-                found[self.graph.layers[key[0]].name] = difference
-        return found
+                differences[self.graph.layers[key[0]].name] = difference
+        return differences
 
 
 class FrozenRun(StubbedRun):

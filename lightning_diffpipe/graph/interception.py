@@ -52,7 +52,7 @@ class Run:
         return original(*args, **kwargs)
 
     def checkpoints_layers(self) -> bool:
-        """Returns whether a checkpoint called now would lie around layers."""
+        """Returns whether a checkpoint called now would enclose layers."""
         return False
 
 
@@ -163,17 +163,17 @@ class Interception:
             modules = dict(self.root.named_modules()) if visible else {}
             for name in names & visible - self._sites.keys():
                 self._sites[name] = Site(self, name, modules[name])
-            wanted = [self._sites[name] for name in sorted(names & self._sites.keys())]
-            for site in wanted:
-                held = site.module.__dict__
-                users, before = self._placed.get(site.name, (0, held.get(site.attribute)))
+            sites = [self._sites[name] for name in sorted(names & self._sites.keys())]
+            for site in sites:
+                attributes = site.module.__dict__
+                users, before = self._placed.get(site.name, (0, attributes.get(site.attribute)))
                 self._placed[site.name] = (users + 1, before)
-                held[site.attribute] = site
+                attributes[site.attribute] = site
         try:
             yield
         finally:
             with _lock:
-                for site in wanted:
+                for site in sites:
                     users, before = self._placed.pop(site.name)
                     if users > 1:
                         self._placed[site.name] = (users - 1, before)
@@ -188,13 +188,13 @@ class Interception:
         inside: dict[str, tuple[str, str]] = {}
         for name, module in self.root.named_modules():
             parameters = module._parameters.items()
-            own = next((k for k, p in parameters if p is not None and is_placeholder(p)), None)
-            if own is None or not name:
+            missing = next((k for k, p in parameters if p is not None and is_placeholder(p)), None)
+            if missing is None or not name:
                 continue
             self._names.add(name)
             parts = name.split(".")
             for depth in range(len(parts), 0, -1):
-                inside.setdefault(".".join(parts[:depth]), (name, own))
+                inside.setdefault(".".join(parts[:depth]), (name, missing))
         self.watch(())
         for name, site in self._sites.items():
             inner, parameter = inside.get(name, ("", ""))

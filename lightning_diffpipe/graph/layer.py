@@ -90,7 +90,7 @@ class TensorSpec:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
 
     def mismatch(self, tensor: Tensor) -> str:
-        """Says in which way a tensor differs in shape or type; empty if it does not."""
+        """Returns how a tensor differs in shape or type; empty if it does not."""
         if tensor.shape == self.shape and tensor.dtype == self.dtype:
             return ""
         return (
@@ -122,7 +122,7 @@ class Layer:
         parameters: Names of the parameters read by it or by the glue that feeds it.
         cost_flops: Forward cost: FLOPs of matrix products, elements written by all else.
         num_seeds: Numbers it takes from the stream of the glue to seed the private streams inside it.
-        frozen: Its value depends on no trained parameter, and neither it nor what it reads keeps state, so it may
+        frozen: The value depends on no trained parameter, and neither it nor what it reads keeps state, so it may
             be computed in advance, anywhere.
         mutated: Output leaves that code outside writes in place.
         outputs: The leaves of the output: `TensorSpec`, `SameAs`, `Opaque` or a constant.
@@ -200,7 +200,7 @@ Value = TensorKey | int
 
 @dataclass(frozen=True, slots=True)
 class FoldedOutput:
-    """An output of an expanded container, and its parts: one tensor, where the container lies within one stage."""
+    """An output of an expanded container, and its parts: one tensor, where the container is within one stage."""
 
     call: ContainerCall
     num_bytes: int
@@ -222,8 +222,7 @@ class LayerGraph:
         host_random: The step samples from `random` or `numpy.random` as well.
         num_samples: Samples of the batch that was probed, None if unknown.
         mode: "fake", or "real" with the reason.
-        streams: For each layer, and in the end for the loss, what is read with those as one value each. Empty if
-            unknown.
+        streams: For each layer, and in the end for the loss, what is read with those as one value each, or empty.
         of_more_samples: Sizes with one sample more for calls of layers and containers, by name, first layer of the
             fine graph inside and one past the last; None if the step runs otherwise then, or fails, or if that of
             another batch told the rows per sample.
@@ -242,7 +241,7 @@ class LayerGraph:
         batch_writes: Tensors of the batch that the step writes in place, as `pytree.keystr` tells their places.
         form: The parts of the batch it was planned with that have one entry per sample, or the module's own way.
         weighted: The step returns a weight besides its loss.
-        experience: What equal modules gave, for runs before training; see `repeats`.
+        experience: Results of equal modules, for runs before training; see `repeats`.
     """
 
     layers: tuple[Layer, ...]

@@ -66,8 +66,8 @@ class LayerMemo:
 
     Args:
         names: Modules that are remembered; calls of others just run.
-        num_verified: So many calls of each layer that were found are computed all the same, and compared.
-        any_size: What a sample gave in a group of one size is taken for all sizes: the same to rounding.
+        num_verified: Number of calls of each layer that were found and are computed all the same, and compared.
+        any_size: Whether the result of a sample in a group of one size counts for all sizes: the same to rounding.
         changing: Indices of layers that are other calls of these modules, and just run.
 
     Attributes:
@@ -104,12 +104,12 @@ class LayerMemo:
             with self.loaded(layer):
                 return run()
         entries = [self._store.read(key) for key in keys]
-        known = [entry for entry in entries if entry is not None]
-        if len(known) == len(keys):
+        stored = [entry for entry in entries if entry is not None]
+        if len(stored) == len(keys):
             self.found[layer.name] += len(keys)
             tensors = tensors_in((args, kwargs))
             device = tensors[0].device if tensors else torch.device("cpu")
-            remembered = _join(layer, known, device)
+            remembered = _join(layer, stored, device)
             if self._verified[layer.name] < self._num_verified and not _is_away(module):
                 self._verified[layer.name] += 1
                 _compare(layer, remembered, run())
@@ -142,8 +142,8 @@ class LayerMemo:
         state = [(id(tensor), version_of(tensor), tensor.data_ptr()) for tensor in tensors]
         if id(module) not in self._digests:
             self._digests[id(module)] = module_digest(module), state
-        digest, known = self._digests[id(module)]
-        if digest is None or state == known:
+        digest, state_before = self._digests[id(module)]
+        if digest is None or state == state_before:
             return digest
         if module_digest(module) != digest:  # and not only moved
             digest = None
@@ -245,10 +245,10 @@ def keys_of(
             return None
     keys = []
     for sample in range(num_samples):
-        own = common.copy()
+        hashed = common.copy()
         for value, n in of_sample:
-            own.update(bytes_of(value[sample * n : (sample + 1) * n]))
-        keys.append(own.hexdigest())
+            hashed.update(bytes_of(value[sample * n : (sample + 1) * n]))
+        keys.append(hashed.hexdigest())
     return keys
 
 

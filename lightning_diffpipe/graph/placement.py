@@ -153,7 +153,7 @@ def place_parameters(
         root: The module; changed in place. May be called again with other resident names as long as no placeholder
             becomes resident.
         resident: Names of the parameters that stay.
-        device: Where they shall live, and where placeholders pretend to live.
+        device: Device to place them on, which placeholders give as theirs, too.
         whereabouts: For errors, where parameters live; without, placeholders are NaN for whoever reads them.
         later: Resident ones that are offloaded: values stay where they are until `load_back`, or until a layer
             needs a copy.
@@ -209,7 +209,7 @@ def place_parameters(
 
 
 def replace_parameters(root: nn.Module, others: Mapping[Tensor, nn.Parameter]) -> None:
-    """Puts parameters in the places of others, wherever these are."""
+    """Replaces parameters by others, in all modules that hold them."""
     if not others:
         return
     for module in root.modules():
@@ -220,7 +220,7 @@ def replace_parameters(root: nn.Module, others: Mapping[Tensor, nn.Parameter]) -
 
 def has_own_tensors(module: nn.Module) -> bool:
     """Returns whether `.to()` moves more of a module than parameters and buffers: metrics have states besides."""
-    # Recurrent layers would lay their weights out again, which are parameters.
+    # Recurrent layers would pack their weights again, which are parameters.
     return type(module)._apply is not nn.Module._apply and not isinstance(module, nn.RNNBase)
 
 
@@ -322,8 +322,8 @@ def quantize_all(root: nn.Module, device: torch.device) -> Callable[[], None]:
         if parameter is not None and is_quantized_later(parameter)
     ]
     plain = {module._parameters[key]: None for module, key in places}
-    made = {parameter: _quantized(parameter, device) for parameter in plain}
-    others = [made[module._parameters[key]] for module, key in places]
+    quantized = {parameter: _quantized(parameter, device) for parameter in plain}
+    others = [quantized[module._parameters[key]] for module, key in places]
 
     def swap() -> None:
         for index, (module, key) in enumerate(places):
@@ -335,8 +335,8 @@ def quantize_all(root: nn.Module, device: torch.device) -> Callable[[], None]:
 
 def make_plain(root: nn.Module) -> None:
     """Makes parameters plain again that were quantized when they were placed: those of their files, if from one."""
-    held = (p for p in root.parameters() if hasattr(p, _QUANTIZED) and not is_placeholder(p))
-    replace_parameters(root, {p: _plain(p) for p in held if not is_quantized_later(p)})
+    parameters = (p for p in root.parameters() if hasattr(p, _QUANTIZED) and not is_placeholder(p))
+    replace_parameters(root, {p: _plain(p) for p in parameters if not is_quantized_later(p)})
 
 
 def quantized_of(parameter: Tensor, value: Tensor) -> nn.Parameter:
@@ -356,9 +356,9 @@ def _plain(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _with_notes(value: Tensor, parameter: Tensor) -> nn.Parameter:
-    made = nn.Parameter(value, requires_grad=False)
-    keep_notes(parameter, made)
-    return made
+    replacement = nn.Parameter(value, requires_grad=False)
+    keep_notes(parameter, replacement)
+    return replacement
 
 
 def keep_notes(parameter: Tensor, other: Tensor) -> None:
@@ -451,8 +451,8 @@ def offload(
 
     Args:
         root: The module.
-        parameters: By name; of quantized ones those of `quantize_when_placed`.
-        folder: On a disk with room for those that are in no file. Their file has no name there: its room is free
+        parameters: Parameters by name; of quantized ones those of `quantize_when_placed`.
+        folder: Folder with room for those that are in no file. Their file has no name there: its room is free
             again when the process ends, however that happens.
 
     Returns:
@@ -501,7 +501,7 @@ def loaded(
 
     Args:
         parameters: Any ones.
-        device: Where values are; None for that of each parameter.
+        device: Device of the values; None for that of each parameter.
         root: The module in which values that are stored quantized stay so; without it they are dequantized.
     """
 
@@ -541,7 +541,7 @@ def load_back(
 
     Args:
         parameters: Offloaded ones.
-        device: Where they shall live.
+        device: Device to place them on.
         root: The module, in which quantized values become parameters of their own.
         quantizes: Whether those that wait for it are quantized.
     """
@@ -567,8 +567,8 @@ def _hold(parameter: Tensor, value: Tensor) -> dict[str, Any]:
         parameter.data = value
     if type(parameter) is ForeignParameter:
         parameter.__class__ = nn.Parameter
-    held = vars(parameter)
-    return {name: held.pop(name) for name in (_STRIDE, _WHERE) if name in held}
+    attributes = vars(parameter)
+    return {name: attributes.pop(name) for name in (_STRIDE, _WHERE) if name in attributes}
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ Steps whose code depends on values (`.item()`) are run on real tensors instead.
     graph = probe(module, lambda module, batch: module.training_step(batch, 0), microbatch)
     folded, positions = fold(module, step, microbatch, graph, positions)
 
-`fold` traces the step again with every container that lies within one stage as one layer. Cut at a fine level, a
+`fold` traces the step again with every container that is within one stage as one layer. Cut at a fine level, a
 residual stream `h + f(h) + g(...)` is glue, so that *all* its terms cross the boundary; as output of a whole block
 only the sum does. Containers stay expanded whose glue samples numbers, or which hold much frozen work: only
 what stays expanded is seeded and computed elsewhere.
@@ -62,12 +62,12 @@ def probe(
         root: The module that holds all others; left as it is.
         step: Runs the step on a module (`root`, or a copy of it) and a batch.
         batch: One microbatch: a tree of tensors, samples along dimension 0.
-        seed: Seeds the step in "real" mode.
+        seed: Seed of the step in "real" mode.
         max_share: No layer should cost more than this share of the step, as far as modules allow.
         mode: "fake" runs without computing, "real" on values, "auto" tries fake first.
         layer_names: `LayerGraph.layer_names` of an earlier probe of the same step, unfolded, to keep its layers
             for a batch of another signature. See `reprobe` for folded graphs.
-        form: That of the batch that the microbatch was cut from, or how the module cuts it.
+        form: Form of the batch that the microbatch was cut from, or how the module cuts it.
 
     Returns:
         The graph; equal on all ranks, whatever parameters live there.
@@ -195,8 +195,8 @@ def _traced(
 
     `experience` is that of the graph, where nothing can have changed what its modules compute since.
     """
-    known = experience or Experience()
-    subject = StepProbe(root, step, batch, seed, form=graph.form, experience=known)
+    shared = experience or Experience()
+    subject = StepProbe(root, step, batch, seed, form=graph.form, experience=shared)
     trace = lambda run: run.trace(layers, containers, known=graph)
     return _in_some_mode(_how_known(graph), subject, trace)
 
@@ -216,19 +216,19 @@ def _in_some_mode(
     reason = "asked for"
     if mode in ("auto", "fake"):
         with kept_young():
-            found = _without_values(subject, work, allow_failure=mode == "auto")
-        if isinstance(found, LayerGraph):
-            if found.num_samples != 1:
-                return found
+            outcome = _without_values(subject, work, allow_failure=mode == "auto")
+        if isinstance(outcome, LayerGraph):
+            if outcome.num_samples != 1:
+                return outcome
             # The strides of a single sample are ambiguous, and fake kernels decide otherwise than real ones; random
             # numbers of `*_like` depend on them. So one forward pass finds the real ones.
             try:
                 with untouched(subject.module):
-                    return subject.with_observed_strides(found)
+                    return subject.with_observed_strides(outcome)
             except Exception as error:
                 _log.info("keeping the strides of the fake probe: %s", str(error))
-                return found
-        reason = found
+                return outcome
+        reason = outcome
     if any(is_placeholder(p) for p in subject.module.parameters()):
         _log.warning("probing a step that needs values while parameters live on other ranks")
     with untouched(subject.module):
@@ -289,7 +289,7 @@ def fold(
     *,
     seed: int = 0,
 ) -> tuple[LayerGraph, tuple[int, ...]]:
-    """Turns every container that lies within one stage, or is all frozen, into one layer of a fine graph.
+    """Turns every container that is within one stage, or is all frozen, into one layer of a fine graph.
 
     Returns:
         The folded graph, and the same cuts as positions in its path. Random numbers are seeded as in the fine

@@ -246,8 +246,8 @@ class Provenance(TorchDispatchMode):
             self.hooks.append(Hooked(0, 0, len(self.hooks)))
             return
         tags = self.of(tensor)
-        made = 1 + max((tag[0] for tag in unfolded(tags) if isinstance(tag, tuple)), default=-1)
-        self.hooks.append(Hooked(made, len(self.records), len(self.hooks)))
+        maker = 1 + max((tag[0] for tag in unfolded(tags) if isinstance(tag, tuple)), default=-1)
+        self.hooks.append(Hooked(maker, len(self.records), len(self.hooks)))
         self.set_tags(tensor, tags | {self.hooks[-1]})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

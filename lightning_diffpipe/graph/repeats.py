@@ -71,12 +71,12 @@ class Known:
 
 @dataclass(frozen=True)
 class Experience:
-    """What calls of equal modules gave, of all copies of a module whose runs one kind of observer has seen.
+    """Results of calls of equal modules, of all copies of a module whose runs one kind of observer has seen.
 
     Attributes:
         structures: Numbers of modules, by what they compute by.
-        ran: By call, the first module that ran, and what it gave; None if that says nothing about others.
-        known: By call, what two modules gave.
+        ran: The first module that ran each call, and its result; None if that says nothing about others.
+        known: Result that two modules gave for each call.
     """
 
     structures: dict[Hashable, int] = field(default_factory=dict)
@@ -103,8 +103,8 @@ class Repeats:
         self._owners = Counter(
             id(tensor)
             for module in root.modules()
-            for held in (module._parameters, module._buffers)
-            for tensor in held.values()
+            for tensors in (module._parameters, module._buffers)
+            for tensor in tensors.values()
             if tensor is not None
         )
         self._names = {id(module): name for name, module in root.named_modules()}
@@ -126,7 +126,7 @@ class Repeats:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         first: dict[int, int] = {}
         try:
-            known = tuple(
+            arguments = tuple(
                 (_meta(leaf), leaf.requires_grad, first.setdefault(storage_key(leaf), i))
                 if isinstance(leaf, Tensor)
                 else described(leaf)
@@ -135,7 +135,7 @@ class Repeats:
         except UnlikeError:
             return None
         where = torch.is_grad_enabled(), *autocasts(), torch.get_default_dtype()
-        key = self._ids[id(module)], str(spec), known, where, more
+        key = self._ids[id(module)], str(spec), arguments, where, more
         _, ran = self._experience.ran.get(key, (name, ...))
         if num_transforms_around() or ran is None:
             return None
@@ -151,15 +151,15 @@ class Repeats:
         except UnlikeError:
             number = None
         else:
-            known = self._experience.structures
-            number = known.setdefault(structure, len(known))
+            numbers = self._experience.structures
+            number = numbers.setdefault(structure, len(numbers))
         self._ids[id(module)] = number
         return number
 
     def structure_of(self, module: nn.Module, but: str = "") -> Hashable:
         """Returns what a module itself computes by, but for one attribute, or raises UnlikeError."""
-        held = vars(module)
-        if self._parents[id(module)] > 1 or any(held.get(name) for name in _HOOKS):
+        attributes = vars(module)
+        if self._parents[id(module)] > 1 or any(attributes.get(name) for name in _HOOKS):
             raise UnlikeError
         tensors = []
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -169,10 +169,10 @@ class Repeats:
             if self._owners[id(tensor)] > 1 or tensor._backward_hooks:
                 raise UnlikeError
             tensors.append((name, _meta(tensor), tensor.requires_grad))
-        own = self._names[id(module)]
+        path = self._names[id(module)]
         settings = tuple(
-            (name, described(value, own))
-            for name, value in held.items()
+            (name, described(value, path))
+            for name, value in attributes.items()
             if name not in OF_EVERY_MODULE and name != but
         )
         return type(module), tuple(tensors), settings
@@ -248,7 +248,7 @@ class Call:
         self._repeats.keep(self._key, self.name, ran)
 
     def inside(self, names: Iterable[str]) -> tuple[str, ...] | None:
-        """Returns names of modules inside the module as it calls them; None if one lies elsewhere."""
+        """Returns names of modules inside the module as it calls them; None if one is elsewhere."""
         names = list(names)
         if not all(name.startswith(self.name + ".") for name in names):
             return None
@@ -267,7 +267,7 @@ class Call:
 
     def _kept(self, leaves: list[Any]) -> Iterable[Any]:
         places = {id(leaf): i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
-        known = {storage_key(tensor) for tensor in (*self._tensors, *self.state.values())}
+        storages = {storage_key(tensor) for tensor in (*self._tensors, *self.state.values())}
         before: dict[int, int] = {}
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
@@ -278,7 +278,7 @@ class Call:
                 yield _Argument(places[id(leaf)])
             elif id(leaf) in before:
                 yield SameAs(before[id(leaf)])
-            elif storage_key(leaf) in known:
+            elif storage_key(leaf) in storages:
                 raise UnlikeError
             else:
                 before[id(leaf)] = index
@@ -324,8 +324,8 @@ class _Connected(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, make: Any, *sources: Tensor) -> Tensor:
         ctx.save_for_backward(*sources)
-        made: Tensor = make()
-        return made
+        output: Tensor = make()
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -170,7 +170,7 @@ def is_global(generator: torch.Generator) -> bool:
     """Returns whether a generator is torch's own for a device."""
     cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     # Operators are given another object for the same generator.
-    return any(generator._cdata == own._cdata for own in (torch.default_generator, *cuda))
+    return any(generator._cdata == default._cdata for default in (torch.default_generator, *cuda))
 
 
 _DROPOUT_ARGUMENTS = ("dropout_p", "p", "dropout")

@@ -12,7 +12,7 @@ runs make up for it, and what nothing can make up for is refused.
   left in the middle, leaves them half set for whoever comes next. So the probe notes which attributes differ from
   the beginning of the step when a layer is called or returns, and runs restore them.
 * **Gradient hooks** between layers (`h.register_hook(lambda g: 0.1 * g)`) see the whole gradient of their tensor in
-  one process. Here every stage has the part of it that its own layers add, so all that reads the tensor must lie
+  one process. Here every stage has the part of it that its own layers add, so all that reads the tensor must be
   within one stage. On all others tensors need no gradient, for which PyTorch would refuse a hook.
 """
 
@@ -113,7 +113,7 @@ def stays_whole(name: str, doing: str) -> str:
 
 @functools.cache
 def is_of(path: str, *packages: str) -> bool:
-    """Returns whether a file that runs lies in a package, wherever that is; folders of users may have its name."""
+    """Returns whether a file that runs is in a package, wherever that is; folders of users may have its name."""
     loaded = [sys.modules[package] for package in packages if package in sys.modules]
     folders = [folder for package in loaded for folder in package.__path__]
     return any(Path(path).is_relative_to(folder) for folder in folders)
@@ -140,7 +140,7 @@ class GeneratorDraws:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._host = {name: _state_of(it) for name, it in _reached(root).items() if _is_host(it)}
+        self._host = {name: _state_of(g) for name, g in _reached(root).items() if _is_host(g)}
         self._used: list[weakref.ref[torch.Generator]] = []
 
     def note(self, arguments: Iterable[Any]) -> None:
@@ -151,17 +151,17 @@ class GeneratorDraws:
 
     def found(self) -> frozenset[str]:
         """Returns, when the step has ended, where the generators are that it sampled from."""
-        held = _reached(self._root)
+        generators = _reached(self._root)
         names = {
             name
             for name, before in self._host.items()
-            if name in held and _state_of(held[name]) != before
+            if name in generators and _state_of(generators[name]) != before
         }
         used = {id(generator) for generator in self._alive()}
-        named = {name for name, generator in held.items() if id(generator) in used}
-        elsewhere = used - {id(held[name]) for name in named}
+        named = {name for name, generator in generators.items() if id(generator) in used}
+        elsewhere = used - {id(generators[name]) for name in named}
         if elsewhere:
-            del held
+            del generators
             gc.collect()  # made in the step, it may wait in a cycle
             if elsewhere & {id(generator) for generator in self._alive()}:
                 named.add("a torch.Generator kept outside of the module")
@@ -176,7 +176,7 @@ _NEVER = {*SHARED_ATTRIBUTES, *vars(nn.Module())}  # where no generators are, th
 
 def _reached(root: nn.Module) -> dict[str, Any]:
     """Returns generators by name: of files, among the attributes of all modules, and among what those hold."""
-    found = _of_files(root, _is_host)
+    generators = _of_files(root, _is_host)
     seen: set[int] = set()
     for prefix, module in root.named_modules():
         for name, value in vars(module).items():
@@ -185,17 +185,17 @@ def _reached(root: nn.Module) -> dict[str, Any]:
             seen.add(id(value))
             path = f"{prefix}.{name}" if prefix else name
             if _is_generator(value):
-                found[path] = value
+                generators[path] = value
                 continue
-            found |= {path + inside: it for inside, it in _inside(value) if _is_generator(it)}
-    return found
+            generators |= {path + inside: g for inside, g in _inside(value) if _is_generator(g)}
+    return generators
 
 
 @contextlib.contextmanager
 def generators_preserved(root: nn.Module) -> Iterator[None]:
     """Restores generators that a step may sample from, besides the global ones, on exit."""
-    found = {id(it): it for it in (_reached(root) | _of_files(root, _is_generator)).values()}
-    states = list(map(_state_and_setter, found.values()))
+    generators = {id(g): g for g in (_reached(root) | _of_files(root, _is_generator)).values()}
+    states = list(map(_state_and_setter, generators.values()))
     try:
         yield
     finally:
@@ -234,11 +234,11 @@ _NO_GENERATORS = {type, dict, str, types.FunctionType, types.ModuleType}
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
-        yield from ((f"[{key!r}]", it) for key, it in value.items())
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, list | tuple):
-        yield from ((f"[{index}]", it) for index, it in enumerate(value))
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
     elif not isinstance(value, nn.Module | torch.Tensor | type) and hasattr(value, "__dict__"):
-        yield from ((f".{key}", it) for key, it in vars(value).items())
+        yield from ((f".{key}", item) for key, item in vars(value).items())
 
 
 def _is_generator(value: Any) -> bool:
@@ -269,11 +269,11 @@ class AttributeWrites:
     """Notes what a step sets in modules, and whether parameters need gradients, while it is active.
 
     Args:
-        between: Says whether the code that runs now lies between layers of the fine graph.
-        inside: Says whether it lies inside of a layer, which may hold several of the fine graph.
+        between: Callback: whether the code that runs now is between layers of the fine graph.
+        inside: Callback: whether it is inside of a layer, which may hold several of the fine graph.
 
     Attributes:
-        num_set: How often something was set.
+        num_set: Number of times something was set.
     """
 
     def __init__(
@@ -299,13 +299,13 @@ class AttributeWrites:
         is: below `nn.Module` are thousands.
         """
         setters = {kind: kind.__setattr__ for kind in self._kinds}
-        own = {kind: vars(kind).get("__setattr__") for kind in self._kinds}
+        originals = {kind: vars(kind).get("__setattr__") for kind in self._kinds}
         for kind, original in setters.items():
             kind.__setattr__ = self._noting(original)  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            for kind, before in own.items():
+            for kind, before in originals.items():
                 if before is None:
                     del kind.__setattr__
                 else:
@@ -371,7 +371,7 @@ class AttributeWrites:
 
     def counters(self) -> dict[Attribute, int]:
         """Returns, when the step has ended, integers that glue changed, and by how much after the last layer."""
-        found = {}
+        increments = {}
         for attribute in self.left():
             before, now = self._before[attribute][1], self._now(attribute)
             # One that is set again after the last layer may be anything but a first 1.
@@ -380,13 +380,13 @@ class AttributeWrites:
                 # Where layers are stubs, what they count is there after the last one only.
                 is_stubbed = attribute in self._of_layers
                 last = before if is_stubbed else self._at_layer.get(attribute, before)
-                found[attribute] = now - last
-        return found
+                increments[attribute] = now - last
+        return increments
 
     def _now(self, attribute: Attribute) -> Any:
         """Returns what the step has set; that of an exemplar may put it back in the end."""
-        held = self._before[attribute][0].__dict__
-        return self._set.get(attribute, _MISSING) if attribute[1] in held else _MISSING
+        attributes = self._before[attribute][0].__dict__
+        return self._set.get(attribute, _MISSING) if attribute[1] in attributes else _MISSING
 
     def _is_as_before(self, attribute: Attribute) -> bool:
         owner, before = self._before[attribute]
@@ -398,8 +398,8 @@ class AttributeWrites:
 
 def _shown(module: nn.Module, name: str) -> Any:
     """Returns an attribute of a module, or else the number of its class that it hides."""
-    held = inspect.getattr_static(type(module), name, _MISSING)
-    return module.__dict__.get(name, held if type(held) is int else _MISSING)
+    of_class = inspect.getattr_static(type(module), name, _MISSING)
+    return module.__dict__.get(name, of_class if type(of_class) is int else _MISSING)
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -88,7 +88,7 @@ class ModuleSplit:
     Attributes:
         owner: Class of the module.
         split_batch: The module's method: a batch and sample counts to a batch for each count, in order.
-        count_samples: Its method, if it has one: the number of samples of a batch. Otherwise rows count.
+        count_samples: The module's method, if any: the number of samples of a batch. Otherwise rows count.
     """
 
     owner: str
@@ -107,12 +107,12 @@ class ModuleSplit:
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Cuts a batch; raises ConfigurationError if the module gave another number of batches, or others sizes."""
         parts = list(self.split_batch(batch, list(sizes)))
-        found = [count_samples(part, self) for part in parts]
-        if found != list(sizes):
+        counts = [count_samples(part, self) for part in parts]
+        if counts != list(sizes):
             raise ConfigurationError(
-                f"{self.owner}.split_batch(batch, {list(sizes)}) gave {len(parts)} batches of {found} samples. Let "
-                "it return one batch for each of the sizes; where a sample is not a row of the batch, but a pair, "
-                "say, count_samples(batch) returns how many there are"
+                f"{self.owner}.split_batch(batch, {list(sizes)}) gave {len(parts)} batches of {counts} samples. "
+                "Let it return one batch for each of the sizes; where a sample is not a row of the batch, but a "
+                "pair, say, count_samples(batch) returns how many there are"
             )
         return parts
 
@@ -250,13 +250,13 @@ def argument_rows(
     dims: Sequence[Any], more: Sequence[Any] | None, num_samples: int | None
 ) -> tuple[int | None, ...] | None:
     """Returns rows per sample of every leaf of the arguments; None if the arguments cannot be cut."""
-    found = output_rows(dims, more, num_samples)
+    rows = output_rows(dims, more, num_samples)
     # Of what is no tensor the number of samples may be among its values.
     fits = (
         size == larger if isinstance(size, str) else size_rows is not None
-        for size, larger, size_rows in zip(dims, more or (), found, strict=False)
+        for size, larger, size_rows in zip(dims, more or (), rows, strict=False)
     )
-    return tuple(found) if any(found) and all(fits) else None
+    return tuple(rows) if any(rows) and all(fits) else None
 
 
 def output_rows(
@@ -369,9 +369,9 @@ def weight_of(out: Any) -> Tensor | float | None:
         return weight.detach().reshape(())
     if weight is None or (isinstance(weight, Real) and not isinstance(weight, bool)):
         return None if weight is None else float(weight)
-    found = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"{weight!r}"
+    shown = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"{weight!r}"
     raise GraphError(
-        f'the step returned a "weight" of {found} beside the loss; return one number, which says how much the loss '
+        f'the step returned a "weight" of {shown} beside the loss; return one number, which says how much the loss '
         "of a microbatch counts, such as the number of tokens it is a mean over"
     )
 

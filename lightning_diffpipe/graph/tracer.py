@@ -60,9 +60,9 @@ class _CallNotes:
 
     Attributes:
         arguments: The arguments that it reads, by position among the leaves.
-        state: Its own parameters and buffers that it reads, by name inside the module.
+        state: The module's own parameters and buffers that the call reads, by name inside the module.
         names: The modules that it calls, by name inside the module.
-        fine_names: Those of them that are layers of the fine graph.
+        fine_names: Names of them that are layers of the fine graph.
     """
 
     arguments: tuple[int, ...]
@@ -168,7 +168,7 @@ class Tracer:
     @property
     def called(self) -> set[str]:
         """Names of the layers and containers that were called."""
-        return {it.name for it in (*self.records, *self.calls)}
+        return {record.name for record in (*self.records, *self.calls)}
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Runs the step.
@@ -248,9 +248,9 @@ class Tracer:
         """Notes what a call does that is not run, and returns what it would return."""
         record = self.provenance.current
         notes: _CallNotes = call.known.notes
-        out, made = call.result()
+        out, tensors = call.result()
         read = [*(call.leaves[i] for i in notes.arguments), *(call.state[k] for k in notes.state)]
-        self.provenance.repeat(read, made, notes.cost, notes.drew)
+        self.provenance.repeat(read, tensors, notes.cost, notes.drew)
         self.names += (call.name + name for name in notes.names)
         fine_names = [call.name + name for name in notes.fine_names]
         self.fine_names += fine_names
@@ -331,8 +331,8 @@ class Tracer:
         self.provenance.paused = True
         for leaf, value in enumerate(flat):
             if not isinstance(value, Tensor):
-                known = isinstance(value, CONSTANT_TYPES)
-                record.outputs.append(value if known else Opaque(type(value).__name__))
+                is_constant = isinstance(value, CONSTANT_TYPES)
+                record.outputs.append(value if is_constant else Opaque(type(value).__name__))
                 copies.append(value)
             elif id(value) in seen:
                 record.outputs.append(SameAs(seen[id(value)]))
@@ -350,15 +350,15 @@ class Tracer:
 def _notes_of(
     call: Call, out: Any, observed: Observed, names: tuple[str, ...], fine_names: tuple[str, ...]
 ) -> _CallNotes | None:
-    """Returns what is recorded of a call; None if it read something that lies elsewhere."""
+    """Returns what is recorded of a call; None if it read something from elsewhere."""
     leaves = {i: storage_key(x) for i, x in enumerate(call.leaves) if isinstance(x, Tensor)}
     state = {name: storage_key(x) for name, x in call.state.items()}
     read = observed.read | set(map(storage_key, tensors_in(out)))  # also what is passed through
     if read - observed.made - {*leaves.values(), *state.values()}:
         return None
     arguments = tuple(i for i, key in leaves.items() if key in read)
-    own = tuple(name for name, key in state.items() if key in read)
-    return _CallNotes(arguments, own, observed.cost, observed.drew, names, fine_names)
+    state_read = tuple(name for name, key in state.items() if key in read)
+    return _CallNotes(arguments, state_read, observed.cost, observed.drew, names, fine_names)
 
 
 def leading_dims(tree: Any) -> list[Any]:

@@ -68,15 +68,15 @@ def hooks_off(parameters: Iterable[nn.Parameter]) -> Iterator[HooksOf]:
     They shall see the gradient of a batch, once, as in one process; a backward gives that of one microbatch, on one
     of several ranks. A hook may put another one, which is called from the next batch on.
     """
-    replaced = [(p, k, held) for p in parameters for k in _KINDS if (held := getattr(p, k))]
+    replaced = [(p, k, old) for p in parameters for k in _KINDS if (old := getattr(p, k))]
     hooks = {p: tuple(getattr(p, kind) or {} for kind in _KINDS) for p, _, _ in replaced}
-    for parameter, kind, held in replaced:  # with None in their place torch would still call some
-        setattr(parameter, kind, _Forwarding.of(held))
+    for parameter, kind, old in replaced:  # with None in their place torch would still call some
+        setattr(parameter, kind, _Forwarding.of(old))
     try:
         yield hooks
     finally:
-        for parameter, kind, held in replaced:
-            setattr(parameter, kind, held)
+        for parameter, kind, old in replaced:
+            setattr(parameter, kind, old)
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -93,15 +93,15 @@ def _holders(values: Iterable[Any], depth: int = 3) -> Iterator[Any]:
     """Yields containers among values, attributes of objects, and what is inside of them."""
     for value in values:
         kind = type(value)
-        held = None
+        entries = None
         if kind in _CONTAINERS or (isinstance(value, dict) and kind.update is dict.update):
-            held = value
+            entries = value
         elif kind.__dictoffset__ and not isinstance(value, nn.Module | Tensor | type):
-            held = None if kind.__module__.partition(".")[0] in _WITHOUT_STATE else vars(value)
-        if held is not None:
-            yield held
-            if depth > 1 and len(held) <= _MOST_ENTRIES:
-                inside = held.values() if isinstance(held, dict) else held
+            entries = None if kind.__module__.partition(".")[0] in _WITHOUT_STATE else vars(value)
+        if entries is not None:
+            yield entries
+            if depth > 1 and len(entries) <= _MOST_ENTRIES:
+                inside = entries.values() if isinstance(entries, dict) else entries
                 yield from _holders(inside, depth - 1)
 
 
@@ -157,9 +157,9 @@ def _users_code(root: nn.Module) -> list[Any]:
     """Returns the classes of modules that are no library's, and the files that define them."""
     if root not in _users:
         kinds = {kind for module in root.modules() for kind in type(module).__mro__}
-        own = [k for k in kinds if k.__module__.partition(".")[0] not in _WITHOUT_STATE]
-        files = {k.__module__ for k in own} & sys.modules.keys()
-        _users[root] = [*own, *(sys.modules[file] for file in files)]
+        classes = [k for k in kinds if k.__module__.partition(".")[0] not in _WITHOUT_STATE]
+        files = {k.__module__ for k in classes} & sys.modules.keys()
+        _users[root] = [*classes, *(sys.modules[file] for file in files)]
     return _users[root]
 
 
@@ -182,14 +182,14 @@ def _attributes_restored(
         if alone or name not in _OF_EVERY_MODULE or name == "_buffers"
     ]
     owners |= {vars(root)[n]: _STATES for n in SHARED_ATTRIBUTES if vars(root).get(n) is not None}
-    kept = [(owner, _copied(vars(owner)) or {}, kinds) for owner, kinds in owners.items()]
-    holders = [(held, _copied(held)) for held in {id(h): h for h in _holders(values)}.values()]
+    snapshots = [(owner, _copied(vars(owner)) or {}, kinds) for owner, kinds in owners.items()]
+    holders = [(item, _copied(item)) for item in {id(h): h for h in _holders(values)}.values()]
     try:
         yield
     finally:
-        for held, before in holders:
-            _refill(held, before)
-        for owner, attributes, kinds in kept:
+        for item, before in holders:
+            _refill(item, before)
+        for owner, attributes, kinds in snapshots:
             _rebind(owner, attributes, kinds)
 
 
@@ -280,7 +280,7 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
 
     Args:
         root: The module whose step is run; its lists and tensors are restored in any case.
-        modules: What the run may change otherwise; all modules if not given.
+        modules: Modules that the run may change otherwise; all if not given.
     """
     alone = modules is None
     modules = list(root.modules() if modules is None else modules)
@@ -291,8 +291,8 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
     tensors = _tensors_restored({root, *modules})
     with _unseen(), hooks, rng.preserved(host=True), attributes, tensors:
         # A run changes copies: code that moved the states here may restore the tensors it found.
-        for module, own in own_tensors(modules):
-            copies = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), own)
+        for module, originals in own_tensors(modules):
+            copies = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), originals)
             module.__dict__.update(copies)
         try:
             yield

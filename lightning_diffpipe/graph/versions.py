@@ -50,16 +50,16 @@ def rounding_of(dtype: torch.dtype, device: torch.device, convolves: bool = True
 
     `convolves` says whether convolutions count, which may round to TF32 unless torch is told otherwise.
     """
-    own = float(torch.finfo(dtype).eps)
+    epsilon = float(torch.finfo(dtype).eps)
     if device.type != "cuda" or dtype != torch.float32:
-        return own
+        return epsilon
     products, convolutions, _ = float32_precisions()
-    return 2.0**-10 if "tf32" in (products, convolutions if convolves else "") else own
+    return 2.0**-10 if "tf32" in (products, convolutions if convolves else "") else epsilon
 
 
 def module_digest(module: nn.Module) -> str:
     """Returns a hash of what a module computes: its code, structure, settings, weights and buffers."""
-    found = hashlib.sha256(f"{module!r} {torch.__version__}".encode())
+    digest = hashlib.sha256(f"{module!r} {torch.__version__}".encode())
     modules = list(module.modules())
     for code in dict.fromkeys(map(type, modules)):
         library = sys.modules.get(code.__module__.partition(".")[0])
@@ -67,20 +67,20 @@ def module_digest(module: nn.Module) -> str:
         if version is None:
             with contextlib.suppress(OSError, TypeError):  # typed in, or made on the fly
                 version = inspect.getsource(code)
-        found.update(f"{code.__module__}.{code.__qualname__} {version or ''};".encode())
+        digest.update(f"{code.__module__}.{code.__qualname__} {version or ''};".encode())
     for part in modules:
-        found.update(f"{_settings(part)};".encode())
+        digest.update(f"{_settings(part)};".encode())
     configs = {id(c): c for part in modules if (c := getattr(part, "config", None)) is not None}
     for config in configs.values():  # of diffusers or transformers
         values = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
         attention = getattr(config, "_attn_implementation", None)
         stored = sorted((str(k), repr(v)) for k, v in values.items() if k not in _OF_A_PLACE)
-        found.update(f"{type(config).__qualname__} {stored} {attention};".encode())
+        digest.update(f"{type(config).__qualname__} {stored} {attention};".encode())
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         for plain in plain_tensors(tensor):
-            found.update(bytes_of(plain))
-    return found.hexdigest()
+            digest.update(bytes_of(plain))
+    return digest.hexdigest()
 
 
 def settings_digest(module: nn.Module) -> str:
@@ -159,7 +159,7 @@ BLOCK_BYTES = 4096
 
 def digest_of_tensor(tensor: Tensor) -> str:
     """Returns the digest of a tensor in memory, mapped or not, from samples of its bytes (`SAMPLED_BLOCKS`)."""
-    found = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
+    digest = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
     for plain in plain_tensors(tensor.detach()):
         flat = plain.contiguous().reshape(-1).view(torch.uint8)
         blocks, rest = [flat], len(flat) - BLOCK_BYTES
@@ -167,19 +167,19 @@ def digest_of_tensor(tensor: Tensor) -> str:
             starts = (rest * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS))
             blocks = [flat[start : start + BLOCK_BYTES] for start in starts]
         for block in blocks:
-            found.update(block.cpu().numpy().tobytes())
-    return found.hexdigest()
+            digest.update(block.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 _NUM_ELEMENTS = 16  # of each tensor that are compared
 _NUM_UPDATES = 3  # of the optimizer, after which no GPU is waited for any more
 
 _State = tuple[list[Tensor | None], list[int], list[int]]
-"""Tensors, how often each was written, and where it lies."""
+"""Tensors, how often each was written, and its address."""
 
 
 class Versions:
-    """Tells whether tensors of a module were written in place, or replaced, since they were recorded.
+    """Versions of a module's tensors, which tell whether one was written in place, or replaced, since.
 
     A write through `.data` is seen by 16 elements, spread over the tensor. On GPUs they count until the optimizer
     has made three steps, as comparing waits for the device: averages of trained weights change with the first.
@@ -201,9 +201,9 @@ class Versions:
     def note(self, before_update: bool = False) -> None:
         """Notes the present versions: changes count from now on; `before_update` if the optimizer steps next."""
         before, self._recorded = self._recorded, self._now()
-        if not _same(before, self._recorded):  # pieces lie where the tensors lay
-            there = [tensor for tensor in self._recorded[0] if tensor is not None]
-            self._pieces = _pieces([plain for tensor in there for plain in plain_tensors(tensor)])
+        if not _same(before, self._recorded):  # pieces share the tensors' memory
+            present = [tensor for tensor in self._recorded[0] if tensor is not None]
+            self._pieces = _pieces([plain for tensor in present for plain in plain_tensors(tensor)])
         self._num_updates += before_update
         if self._num_updates >= _NUM_UPDATES:
             self._pieces = [pieces for pieces in self._pieces if not _waits_for(pieces[0])]

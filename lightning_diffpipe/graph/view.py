@@ -109,10 +109,10 @@ class DummyMemory:
 
 
 def _by_layer(keys: Any) -> dict[int, frozenset[int]]:
-    found: dict[int, set[int]] = {}
+    leaves_of: dict[int, set[int]] = {}
     for layer, leaf in keys:
-        found.setdefault(layer, set()).add(leaf)
-    return {layer: frozenset(leaves) for layer, leaves in found.items()}
+        leaves_of.setdefault(layer, set()).add(leaf)
+    return {layer: frozenset(leaves) for layer, leaves in leaves_of.items()}
 
 
 _NONE: frozenset[int] = frozenset()
@@ -122,11 +122,11 @@ class View:
     """A module whose step runs with some of its layers, and stubs for all others.
 
     Args:
-        cut: What is executed, received and sent here.
+        cut: Layers executed, and tensors received and sent here.
         interception: Installed on the root; shared by all views of it.
-        memory: What dummies are made of, to be shared by all views of a rank.
+        memory: Storage of dummies, to be shared by all views of a rank.
         recomputed: Layers, before folding, whose activations the backward computes again instead of storing them.
-        stream: Has the weights of those of them that are streamed.
+        stream: Weights of the layers among them that are streamed.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class StubbedRun(Run):
         self._inside = self._in_fine = self._stopping = False
 
     def checkpoints_layers(self) -> bool:
-        """Returns whether a checkpoint called now lies around layers."""
+        """Returns whether a checkpoint called now would enclose layers."""
         return not self._inside
 
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -443,7 +443,7 @@ class StageRun(StubbedRun):
     """One microbatch on one stage, between its forward and its backward pass.
 
     Attributes:
-        weight: How much it counts, on the last stage of a step that says so.
+        weight: Weight in the mean over microbatches, on the last stage of a step that returns one.
         result: All that the step returned, on the last stage.
         outputs: Tensors for the stage after it, including those passed through, attached to autograd.
     """
@@ -532,8 +532,7 @@ class StageRun(StubbedRun):
         """Runs the half of `backward` that the stage before waits for; `backward_weight` must follow.
 
         Takes and returns what `backward` does. Where the graph cannot be split (activation checkpointing, which
-        would recompute for every question, and hooks on gradients, which both halves would run) all of it runs
-        here.
+        would recompute for every question, and hooks on gradients, which both halves would run) it runs whole.
         """
         grads = grad_outputs or {}
         roots, flows = self._roots(grads, loss_scale)
@@ -544,10 +543,10 @@ class StageRun(StubbedRun):
         if roots:
             try:
                 with rng.preserved(self._view.graph.host_random):
-                    found, self._later = input_gradients(roots, flows, leaves)
+                    gradients, self._later = input_gradients(roots, flows, leaves)
             except NestedExits:
                 return self.backward(grad_outputs, loss_scale)
-            for leaf, gradient in zip(leaves, found, strict=True):
+            for leaf, gradient in zip(leaves, gradients, strict=True):
                 leaf.grad = gradient
         return self._input_gradients(grads)
 
@@ -575,9 +574,9 @@ class StageRun(StubbedRun):
         for key in self._view.cut.received_gradients:
             leaf = self._leaves.get(key)
             both = None if leaf is None else leaf.grad, grads.get(key)
-            found = [gradient for gradient in both if gradient is not None]
-            if found:  # from layers here, and passed through
-                result[key] = found[0] if len(found) == 1 else found[0] + found[1]
+            gradients = [gradient for gradient in both if gradient is not None]
+            if gradients:  # from layers here, and passed through
+                result[key] = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
             else:
                 device = leaf.device if leaf is not None else None
                 result[key] = self._view.graph.spec(key).empty(device).zero_()

@@ -198,8 +198,8 @@ class Bounds:
         if self.work_s > limit_s:
             return None
         most_s = max(self.stage_s(0, num_layers, r) for r in set(replicas))
-        found = least_limit(within, self.frozen_s, min(limit_s, most_s), 1e-3)
-        return found and (found[0], tuple(zip(found[1], found[1][1:], replicas, strict=False)))
+        best = least_limit(within, self.frozen_s, min(limit_s, most_s), 1e-3)
+        return best and (best[0], tuple(zip(best[1], best[1][1:], replicas, strict=False)))
 
 
 def ranks_after(replicas: Sequence[int]) -> list[int]:
@@ -212,9 +212,9 @@ class StageNeeds:
     """Bytes that stages of a chain need, one stage on each rank.
 
     Attributes:
-        held: By stage: what its ranks hold, each kind once.
-        limits: By stage: memory of its smallest rank.
-        holders: By stage: ranks of all pipelines that hold it.
+        held: Stored activations and other loads of the ranks of each stage, each pair once.
+        limits: Memory of the smallest rank of each stage, in bytes.
+        holders: Number of ranks of all pipelines that hold each stage.
         boundary_bytes: Bytes of a sample that cross a cut before every layer, and after the last.
     """
 
@@ -234,13 +234,13 @@ class StageNeeds:
             return frame.pipeline.peak(rank)[stage], load
 
         ranks = frame.pipeline.placement.stage_ranks
-        held = (frozenset(held_by(stage, r) for r in own) for stage, own in enumerate(ranks))
+        loads = (frozenset(held_by(stage, r) for r in group) for stage, group in enumerate(ranks))
         stops = range(1, model.num_layers + 1)
         boundaries = 0.0, *(model.boundary_bytes(LayerRun(0, stop), 1) for stop in stops)
         count, memory_of = frame.pipeline.placement.num_ranks, model.cluster.memory_of
-        limits = (min(memory_of(r, count) or math.inf for r in own) for own in ranks)
+        limits = (min(memory_of(r, count) or math.inf for r in group) for group in ranks)
         holders = frame.pipeline.holders if model.shards_optimizer else (1,) * len(ranks)
-        return cls(model, tuple(map(len, ranks)), tuple(held), tuple(limits), holders, boundaries)
+        return cls(model, tuple(map(len, ranks)), tuple(loads), tuple(limits), holders, boundaries)
 
     def need_bytes(self, stage: int, first: int, stops: range) -> list[float]:
         """Returns what a stage from `first` to each of `stops` needs on its fullest rank.
@@ -251,10 +251,10 @@ class StageNeeds:
         num_holders = self.holders[stage]
         resident = model.need_bytes(0, 0, num_holders)
         for waiting, load in self.held[stage]:
-            kept = model.need_bytes(*waiting, num_holders)
+            prefix = model.need_bytes(*waiting, num_holders)
             before, after = boundary_samples(waiting)
-            fixed = load.resident + load.beside + before * boundary[first] - kept[first]
-            needs = [fixed + kept[stop] + after * boundary[stop] for stop in stops]
+            fixed = load.resident + load.beside + before * boundary[first] - prefix[first]
+            needs = [fixed + prefix[stop] + after * boundary[stop] for stop in stops]
             if model.recomputes:
                 runs = [LayerRun(first, stop) for stop in stops]
                 again = (recomputed_bytes(model, r, waiting) + slot_bytes(model, r) for r in runs)
@@ -300,9 +300,9 @@ class StageNeeds:
         """Finds the cut whose fullest rank needs least; None if all need `below_bytes` or more."""
 
         def needed(stage: int, first: int, stops: range) -> Iterator[tuple[int, float]]:
-            kept = self.model.need_bytes(*max(self.held[stage])[0], self.holders[stage])
-            most = below_bytes - min(load.resident for _, load in self.held[stage]) + kept[first]
-            stops = range(stops.start, min(stops.stop, bisect_right(kept, most)))
+            prefix = self.model.need_bytes(*max(self.held[stage])[0], self.holders[stage])
+            most = below_bytes - min(load.resident for _, load in self.held[stage]) + prefix[first]
+            stops = range(stops.start, min(stops.stop, bisect_right(prefix, most)))
             return zip(stops, self.need_bytes(stage, first, stops), strict=True)
 
         return best_chain(self.model.num_layers, self.replicas, needed, below_bytes)

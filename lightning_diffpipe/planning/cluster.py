@@ -99,10 +99,10 @@ class Cluster:
                 f"num_ranks={self.num_ranks}, ranks_per_host={self.ranks_per_host}"
             )
         for name in ("rank_memory_bytes", "rank_speeds"):
-            if len(given := getattr(self, name)) not in (0, self.num_ranks):
+            if len(figures := getattr(self, name)) not in (0, self.num_ranks):
                 raise ConfigurationError(
-                    f"{name} has {len(given)} numbers, but there are {self.num_ranks} ranks (num_ranks); give one "
-                    "for each"
+                    f"{name} has {len(figures)} numbers, but there are {self.num_ranks} ranks (num_ranks); give "
+                    "one for each"
                 )
         if self.rank_speeds and not 0 < min(self.rank_speeds) <= max(self.rank_speeds) == 1:
             raise ConfigurationError(
@@ -146,12 +146,12 @@ class Cluster:
             >>> Cluster(2, p2p=Link(1e9, 1e-5)).changed({"p2p": {"latency_s": 2e-5}}).p2p.bandwidth_bytes_per_s
             1000000000.0
         """
-        kept = self.to_dict()
+        merged = self.to_dict()
         for key, value in values.items():
-            old = kept.get(key, kept.get(key.removesuffix("_between_hosts")))
+            old = merged.get(key, merged.get(key.removesuffix("_between_hosts")))
             both = isinstance(old, Mapping) and isinstance(value, Mapping)
-            kept[key] = {**old, **value} if both else value  # type: ignore[dict-item]
-        return Cluster.from_dict(kept)
+            merged[key] = {**old, **value} if both else value  # type: ignore[dict-item]
+        return Cluster.from_dict(merged)
 
     def to_json(self) -> str:
         """Writes `diffpipe-cluster/1`."""

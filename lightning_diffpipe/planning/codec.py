@@ -32,7 +32,7 @@ class Node:
     """A JSON value and its address.
 
     Attributes:
-        where: Its address, for example `backbones[0].name`; empty for the whole document.
+        where: Address of the node, for example `backbones[0].name`; empty for the whole document.
         error: The exception to raise for a value that is not as expected.
         source: Name of the file, for messages.
     """
@@ -48,7 +48,7 @@ class Node:
 
         Raises:
             DiffPipeError: Of type `error`: the text is not JSON; says where it breaks off. Or an object has
-                a key twice, a number thousands of digits, or objects lie too deep in each other.
+                a key twice, a number thousands of digits, or objects are nested too deep.
         """
 
         def of_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -184,8 +184,8 @@ def read(cls: type[_T], node: Node) -> _T:
     Raises:
         DiffPipeError: Of the node's type: a key is missing, unknown, or has a bad value.
     """
-    own = getattr(cls, "from_node", None)
-    return own(node) if own else read_fields(cls, node)
+    reader = getattr(cls, "from_node", None)
+    return reader(node) if reader else read_fields(cls, node)
 
 
 def read_fields(cls: type[_T], node: Node, *also: str, optional: Iterable[str] = ()) -> _T:
@@ -194,16 +194,16 @@ def read_fields(cls: type[_T], node: Node, *also: str, optional: Iterable[str] =
     Raises:
         DiffPipeError: See `read`.
     """
-    given, hints = _stored_fields(cls), get_type_hints(cls)
-    required = [key for key, own in given.items() if _default(own) is MISSING]
-    node.check_keys((*also, *required), (*optional, *(key for key in given if key not in required)))
+    keyed, hints = _stored_fields(cls), get_type_hints(cls)
+    required = [key for key, field in keyed.items() if _default(field) is MISSING]
+    node.check_keys((*also, *required), (*optional, *(key for key in keyed if key not in required)))
     values = {
-        own.name: own.metadata["read"](node, key)
-        if "read" in own.metadata
-        else read_value(hints[own.name], node[key], own.metadata)
-        for key, own in given.items()
+        field.name: field.metadata["read"](node, key)
+        if "read" in field.metadata
+        else read_value(hints[field.name], node[key], field.metadata)
+        for key, field in keyed.items()
         # An infinite number that is the default need not be in range.
-        if key in required or (key in node and not node[key].value == math.inf == own.default)
+        if key in required or (key in node and not node[key].value == math.inf == field.default)
     }
     return node.made(cls, **values)
 
@@ -214,19 +214,19 @@ def write(value: object) -> Any:
         return value.to_plain()
     if is_dataclass(value):
         return {
-            key: own.metadata["write"](value, key)
-            if "write" in own.metadata
-            else write(getattr(value, own.name))
-            for key, own in _stored_fields(type(value)).items()
-            if own.metadata.get("always") or getattr(value, own.name) != _default(own)
+            key: field.metadata["write"](value, key)
+            if "write" in field.metadata
+            else write(getattr(value, field.name))
+            for key, field in _stored_fields(type(value)).items()
+            if field.metadata.get("always") or getattr(value, field.name) != _default(field)
         }
     return [write(element) for element in value] if isinstance(value, tuple) else value
 
 
 def _stored_fields(cls: Any) -> dict[str, Field[Any]]:
     """Returns the fields that are read and written, by their keys in the document."""
-    known = (each for each in fields(cls) if not each.metadata.get("never"))
-    return {each.metadata.get("key", each.name): each for each in known}
+    stored = (each for each in fields(cls) if not each.metadata.get("never"))
+    return {each.metadata.get("key", each.name): each for each in stored}
 
 
 def _default(own: Field[Any]) -> object:

@@ -84,7 +84,7 @@ class CostModel:
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient, 2 for Adam; likewise averages.
         is_folded: Layers stand for all calls of theirs in several passes.
         shards_optimizer: The ranks that hold a stage share its optimizer state.
-        offloads_optimizer: Optimizer states lie in host memory.
+        offloads_optimizer: Whether optimizer states are in host memory.
     """
 
     profile: ModelProfile
@@ -378,18 +378,17 @@ class PipelineCosts:
     """Costs of one of several equal pipelines, in seconds.
 
     Attributes:
-        forward_s: By stage and microbatch, as all tables here.
+        forward_s: Seconds of forwards by stage and microbatch, as all tables here.
         weight_gradient_s: The part of it that is `BackwardWeight`.
         activation_s: Time on the link of the activation that this stage reads.
         gradient_s: Time on the link of the gradient that this stage reads.
-        encode_s: By frozen part.
+        encode_s: Seconds of each frozen part.
         all_reduce_s: Summing the gradients of its stages, and giving updated weights to all holders where these
             share the optimizer state, by rank.
         all_gather_s: Exchange of the frozen results.
         holds_sender: Whether the rank that sends can do nothing else while its message is on the link.
         offload_s: Copies of optimizer states to the device and back, when it steps, by rank; nothing if empty.
-        split_s: Time by which `BackwardInput` and `BackwardWeight` together exceed `Backward`; nothing
-            if empty.
+        split_s: Time by which `BackwardInput` and `BackwardWeight` together exceed `Backward`; 0 if empty.
     """
 
     sizes: tuple[int, ...] = field(metadata={"minimum": 1})
@@ -500,8 +499,8 @@ class PipelineLinks:
 
     @cached_property
     def stage_slowness(self) -> tuple[float, ...]:
-        """The same of each stage: of its slowest rank."""
-        return tuple(max(self.slowness[rank] for rank in own) for own in self.placement.stage_ranks)
+        """Slowness of each stage: that of its slowest rank."""
+        return tuple(max(self.slowness[r] for r in ranks) for ranks in self.placement.stage_ranks)
 
     def all_gather_s(self, num_bytes: float) -> float:
         """Returns seconds for bytes from all ranks of a pipeline to all of them: half an all-reduce."""
@@ -512,7 +511,7 @@ class PipelineLinks:
 def offloaded_bytes(
     model: CostModel, links: PipelineLinks, runs: Sequence[LayerRun]
 ) -> tuple[float, ...]:
-    """Returns bytes of optimizer states of each rank of a pipeline in host memory; empty if they lie elsewhere."""
+    """Returns bytes of optimizer states of each rank of a pipeline in host memory; empty if on the devices."""
     if not model.offloads_optimizer:
         return ()
     states = [

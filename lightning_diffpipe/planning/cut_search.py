@@ -75,9 +75,9 @@ class Search:
 
     Attributes:
         best: The fastest proposal that fits into memory.
-        best_s: Its step; until there is one, the step that it has to beat.
+        best_s: Seconds of a step of `best`; until there is one, the step time to beat.
         history: All proposals that were the best for a while, in order.
-        until_s: When to stop, by `time.perf_counter()`.
+        until_s: Time of `time.perf_counter()` at which to stop.
     """
 
     evaluator: Evaluator
@@ -215,13 +215,13 @@ class Search:
         limit_s = self._most_s(bounds)
         if shape.stages_per_rank == 1:
             for replicas in replicas_of(self.options, shape):
-                found = bounds.best_cuts(replicas, limit_s)
-                if found is not None:
-                    yield found
+                best = bounds.best_cuts(replicas, limit_s)
+                if best is not None:
+                    yield best
                     # Those meet a bound of each stage alone, with early stages as long as it allows: lopsided.
                     firsts = minimax_cuts(self._work_s(shape), shape.num_stages)
                     ends = (*firsts[1:], self.model.num_layers)
-                    yield found[0], tuple(zip(firsts, ends, replicas, strict=True))
+                    yield best[0], tuple(zip(firsts, ends, replicas, strict=True))
         elif (least_s := bounds.frozen_s + bounds.work_s) < limit_s:
             work_s = self._work_s(shape)
             slacks = (0.0, *(uneven - 1 for uneven in UNEVEN if shape.spec.opposite))

@@ -151,7 +151,7 @@ class PlacedSchedule:
     @cached_property
     def holders(self) -> tuple[int, ...]:
         """Ranks of all pipelines that hold each stage."""
-        return tuple([self.links.num_pipelines * len(own) for own in self.placement.stage_ranks])
+        return tuple(self.links.num_pipelines * len(ranks) for ranks in self.placement.stage_ranks)
 
     def weight_versions(self, rank: int) -> int:
         """Returns versions of its weights that a rank stores."""
@@ -229,19 +229,19 @@ class Evaluator:
 
     def num_encoding(self, shape: Shape) -> int:
         """Returns how many ranks of a pipeline encode, the last ones."""
-        wanted = self.options.encoding_ranks
-        return shape.num_ranks if wanted == "auto" else min(wanted, shape.num_ranks)
+        count = self.options.encoding_ranks
+        return shape.num_ranks if count == "auto" else min(count, shape.num_ranks)
 
     def group_size(self, shape: Shape) -> int | None:
         """Returns samples on which frozen layers run at a time; None for whole microbatches.
 
         Those that cannot be split run so, and those of a rank alone: they run where they are called.
         """
-        wanted = self.options.frozen_group_size
+        size = self.options.frozen_group_size
         if not self.options.frozen_splittable or shape.num_ranks == 1:
             return None
         num_encoding = self.num_encoding(shape)
-        return self.model.group_size(shape.sizes, num_encoding) if wanted == "auto" else wanted
+        return self.model.group_size(shape.sizes, num_encoding) if size == "auto" else size
 
     def encode_share_s(self, shape: Shape) -> float:
         """Returns seconds of frozen work of each rank that encodes if all of them take equal shares."""
@@ -361,8 +361,8 @@ class Evaluator:
     def _version_bytes(self, proposal: Proposal, rank: int) -> int:
         """Returns bytes of earlier weights that a rank stores; only what is trained has versions."""
         pipeline, runs = self.frame(proposal).pipeline, self.runs(proposal)
-        held = sum(self.calls.gradient_bytes(runs[s]) for s in pipeline.placement.stages_of(rank))
-        return round((pipeline.weight_versions(rank) - 1) * held)
+        size = sum(self.calls.gradient_bytes(runs[s]) for s in pipeline.placement.stages_of(rank))
+        return round((pipeline.weight_versions(rank) - 1) * size)
 
     def fits(self, proposal: Proposal) -> bool:
         """Returns whether every rank has enough memory; cheap for cuts that share stages with earlier ones."""
@@ -408,7 +408,7 @@ class Evaluator:
         bubble_ratio = timeline.bubble_ratio
         offloaded = offloaded_bytes(self.calls, frame.pipeline.links, self.runs(proposal))
         limit_s = _no_bubble_limit_s(timeline)
-        held, copied = self._copies(proposal, schedule)
+        streamed, copied = self._copies(proposal, schedule)
         if frame.pipeline.runs_free:
             iteration_s = period_s(schedule, costs)
             bubble_ratio = max(1 - limit_s / iteration_s, 0.0) if iteration_s else 0.0
@@ -423,7 +423,7 @@ class Evaluator:
             peak_memory_bytes=self.peak_bytes(proposal),
             samples_per_s=self.options.global_batch_size / (iteration_s or math.inf),
             **self._sent_bytes(proposal),
-            streamed_bytes=held,
+            streamed_bytes=streamed,
             copied_bytes=copied,
             copied_s=tuple(n / self.model.cluster.host_bytes_per_s for n in copied),
             offloaded_bytes=tuple(map(round, offloaded)),
@@ -487,15 +487,15 @@ class Evaluator:
             stage: [i for i in range(run.first, run.stop) if layers[i].streamed_bytes]
             for stage, run in enumerate(self.runs(proposal))
         }
-        held, copied = list[int](), list[int]()
+        weights, copied = list[int](), list[int]()
         if not any(streamed.values()):
             return (), ()
         for rank, program in enumerate(schedule.programs):
             its = {i for stage in placement.stages_of(rank) for i in streamed[stage]}
-            held.append(sum(layers[i].streamed_bytes for i in its))
+            weights.append(sum(layers[i].streamed_bytes for i in its))
             of_step = copies(streamed_runs(program, streamed))
             copied.append(sum(layers[i].streamed_bytes for i in of_step))
-        return tuple(held), tuple(copied)
+        return tuple(weights), tuple(copied)
 
     def filled_plan(self, proposal: Proposal, unfilled: PipelinePlan) -> PipelinePlan:
         """Plans frozen work of the next batch in the bubbles of this one."""

@@ -170,8 +170,8 @@ def encode_parts(
         num_ranks: Ranks that share the work.
         splittable: Whether frozen layers may run for some samples of a microbatch only; if not, each is one group.
         group_size: Samples of a group, which stays on one rank; the last of a microbatch may have fewer.
-        groups: How many groups each rank takes; as even as possible if not given.
-        num_encoding: So many ranks share them then, the last ones; None for all.
+        groups: Number of groups that each rank takes; as even as possible if not given.
+        num_encoding: Number of ranks that share them then, the last ones; None for all.
 
     Returns:
         The parts in the order of the samples, one for each microbatch a rank's run of groups touches.
@@ -203,9 +203,9 @@ def encode_parts(
     runs = groupby(zip(owners, starts, strict=True), key=lambda each: (each[0], each[1][0]))
     parts: list[EncodePart] = []
     for index, ((rank, microbatch), run) in enumerate(runs):
-        own = [start for _, (_, start) in run]
-        stop = min(own[-1] + group_size, microbatch_sizes[microbatch])
-        parts.append(EncodePart(index, rank, microbatch, own[0], stop))
+        group_starts = [start for _, (_, start) in run]
+        stop = min(group_starts[-1] + group_size, microbatch_sizes[microbatch])
+        parts.append(EncodePart(index, rank, microbatch, group_starts[0], stop))
     return tuple(parts)
 
 
@@ -293,9 +293,9 @@ def gaps_by_rank(timeline: Timeline) -> list[list[tuple[float, float]]]:
             gaps[span.rank].append((now[span.rank], span.start_s))
         now[span.rank] = max(now[span.rank], span.stop_s)
     end_s = timeline.iteration_s
-    for own, done_s in zip(gaps, now, strict=True):
+    for rank_gaps, done_s in zip(gaps, now, strict=True):
         if end_s > done_s:
-            own.append((done_s, end_s))
+            rank_gaps.append((done_s, end_s))
     return gaps
 
 
@@ -306,15 +306,15 @@ def weave(schedule: Schedule, timeline: Timeline, placed: Sequence[Placed]) -> F
     reduction = (ReduceGradients(),) if has_gradients else ()
     programs, end_s = [], timeline.iteration_s
     for rank, program in enumerate(schedule.programs):
-        own = deque(p for p in placed if p.piece.rank == rank)
+        queue = deque(p for p in placed if p.piece.rank == rank)
         woven: list[Instruction] = []
         for instruction in (*program, *reduction):
             # A reduction that takes no time has no span: it comes after all gaps.
             start_s = starts.get((rank, instruction), end_s)
-            while own and own[0].gap_s is not None and own[0].gap_s < start_s:
-                woven.append(Encode(own.popleft().piece.index))
+            while queue and queue[0].gap_s is not None and queue[0].gap_s < start_s:
+                woven.append(Encode(queue.popleft().piece.index))
             woven.append(instruction)
-        rest = (Encode(p.piece.index) for p in own)
+        rest = (Encode(p.piece.index) for p in queue)
         programs.append((*woven, *rest, ExchangeFrozen()))
     after = [0.0] * schedule.num_ranks
     for p in placed:
@@ -343,8 +343,8 @@ def fill_by_shares(
     first, first_rank = 0, timeline.num_ranks - (num_encoding or timeline.num_ranks)
     for rank, count in enumerate(shares(idle[first_rank:], step_s, len(steps)), first_rank):
         start, stop = bounds[first], bounds[first + count]
-        own = [layer.slower(slowness[rank]) for layer in layers] if slowness else layers
-        placed += _fill_rank(gaps[rank], rank, own, start, stop - start, len(placed))
+        rank_layers = [layer.slower(slowness[rank]) for layer in layers] if slowness else layers
+        placed += _fill_rank(gaps[rank], rank, rank_layers, start, stop - start, len(placed))
         first += count
     return tuple(placed)
 

@@ -248,8 +248,8 @@ def format_program(program: Iterable[Instruction], stage: int | None = None) -> 
 
 def without_stage(instruction: Instruction, stage: int | None) -> str:
     """Returns the text of an instruction, its stage left out where it is `stage`."""
-    text, own = str(instruction), getattr(instruction, "stage", None)
-    return text if own is None or own != stage else text.removeprefix(str(stage))
+    text, own_stage = str(instruction), getattr(instruction, "stage", None)
+    return text if own_stage is None or own_stage != stage else text.removeprefix(str(stage))
 
 
 def parse_program(text: str, stage: int | None = None) -> Program:

@@ -84,10 +84,10 @@ def _check_work(schedule: Schedule) -> None:
         if stage in schedule.placement.no_grad:
             complete = ([ForwardNoGrad],)
         if kinds not in complete:
-            wanted = " or ".join(", ".join(kind.__name__ for kind in each) for each in complete)
+            orders = " or ".join(", ".join(kind.__name__ for kind in each) for each in complete)
             raise ScheduleError(
                 f"stage {stage} does {', '.join(kind.__name__ for kind in kinds) or 'nothing'} for microbatch "
-                f"{microbatch}; each needs {wanted}, once and in this order"
+                f"{microbatch}; each needs {orders}, once and in this order"
             )
 
 
@@ -105,12 +105,12 @@ def _check_messages_of(schedule: Schedule, rank: int, program: Program) -> None:
             )
         seen.add(instruction)
 
-    made: set[Instruction] = set()
+    ready: set[Instruction] = set()
     for instruction, message in zip(program, schedule.outputs_of(program), strict=True):
-        if isinstance(instruction, Send) and instruction not in made:
+        if isinstance(instruction, Send) and instruction not in ready:
             raise ScheduleError(f"rank {rank} sends {instruction} before it is made")
         if message is not None and not message.is_local:
-            made.add(message.send())
+            ready.add(message.send())
             if message.send() not in seen:
                 raise ScheduleError(f"rank {rank} makes {message.send()}, but never sends it")
 

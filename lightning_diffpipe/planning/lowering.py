@@ -76,12 +76,12 @@ def lower_loop(schedule: Schedule, program: Program, ring: int) -> Program:
         if isinstance(instruction, Forward) and message is not None
     ]
     makes = schedule.outputs_of(program)
-    for instruction, needed, made in zip(program, reads, makes, strict=True):
+    for instruction, needed, output in zip(program, reads, makes, strict=True):
         if needed is not None:
             out.append(needed.wait())
         out.append(instruction)
-        if made is not None:
-            out.append(made.send())
+        if output is not None:
+            out.append(output.send())
             if isinstance(instruction, Forward):
                 backward = Backward(instruction.stage, instruction.microbatch)
                 gradient = next(schedule.inputs_of((backward,)))
@@ -150,6 +150,7 @@ def prefix_frozen(
 def _lower_program(
     schedule: Schedule, program: Program, incoming: dict[int, list[Message]], num_ahead: int
 ) -> list[Instruction]:
+    """Adds sends and waits to a program, and receives that are posted `num_ahead` messages early."""
     posted = dict.fromkeys(incoming, 0)
     out: list[Instruction] = []
 
@@ -162,7 +163,7 @@ def _lower_program(
     started = False
     position = {message: k for messages in incoming.values() for k, message in enumerate(messages)}
     reads, makes = schedule.inputs_of(program), schedule.outputs_of(program)
-    for instruction, needed, made in zip(program, reads, makes, strict=True):
+    for instruction, needed, output in zip(program, reads, makes, strict=True):
         if not started and not isinstance(instruction, (Encode, ExchangeFrozen)):
             started = True
             for peer in sorted(incoming):
@@ -174,8 +175,8 @@ def _lower_program(
         elif needed is not None and not needed.is_local:
             out += [needed.receive(), needed.wait()]  # Nobody makes it: the simulator will say so.
         out.append(instruction)
-        if made is not None and not made.is_local:
-            out.append(made.send())
+        if output is not None and not output.is_local:
+            out.append(output.send())
     return out
 
 

@@ -17,7 +17,7 @@ _EXPECTED, _UNDER_WAY = 2, 3
 
 NUM_SLOTS = 2
 """Slots of a rank for streamed layers, as large as its largest one: one runs while the next one is copied.
-Likewise for optimizer states that lie in host memory, as large as those of the largest parameter."""
+Likewise for optimizer states in host memory, as large as those of the largest parameter."""
 
 
 class Waiting(NamedTuple):
@@ -51,7 +51,7 @@ class StageLoad(NamedTuple):
 
     Attributes:
         read: Samples whose encodings it reads.
-        beside: Bytes of encodings that it makes while it holds activations.
+        beside: Bytes of encodings that it computes while it holds activations.
         made: Bytes of encodings that it makes.
         working: Bytes on which a frozen layer runs.
         resident: Bytes of the encoders that it holds in training.
@@ -71,7 +71,7 @@ class FrozenLoad:
     """Share of one rank in the frozen work, in samples; its cost depends on the cuts.
 
     Attributes:
-        read: By stage: samples whose encodings it reads in a step.
+        read: Number of samples whose encodings each stage reads in a step.
         made: Samples of all microbatches of which it encodes some: results are kept in tensors of whole
             microbatches until they have been exchanged.
         working: Samples on which a frozen layer runs at a time.
@@ -135,12 +135,12 @@ def frozen_loads(
     """Returns the load of every rank; none if nothing is frozen.
 
     Args:
-        placement: Where the stages run.
+        placement: Ranks of each stage.
         sizes: Samples of each microbatch.
-        parts: Who encodes which samples; of the next batch, with filling.
+        parts: Samples that each rank encodes; of the next batch, with filling.
         group_size: Samples on which frozen layers run at a time; None for whole microbatches.
         fills: Whether frozen work runs in the bubbles of the batch before.
-        num_encoding: So many ranks encode, the last ones; None for all.
+        num_encoding: Number of ranks that encode, the last ones; None for all.
     """
     if not parts:
         return ()
@@ -153,10 +153,10 @@ def frozen_loads(
             stage: sum(sizes[m] for m in placement.microbatches_of(stage, rank, len(sizes)))
             for stage in placement.stages_of(rank)
         }
-        made = {part.microbatch for part in parts if part.rank == rank}
+        encoded = {part.microbatch for part in parts if part.rank == rank}
         encodes = rank >= placement.num_ranks - (num_encoding or placement.num_ranks)
         works_on = working if encodes else 0
-        loads.append(FrozenLoad(read, sum(sizes[m] for m in made), works_on, fills, encodes))
+        loads.append(FrozenLoad(read, sum(sizes[m] for m in encoded), works_on, fills, encodes))
     return tuple(loads)
 
 
@@ -168,10 +168,10 @@ def peak_memory_bytes(
     holders: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Returns bytes of every rank at its fullest moment; see `rank_bytes`."""
-    given = loads or (None,) * len(peaks)
+    rank_loads = loads or (None,) * len(peaks)
     return tuple(
         rank_bytes(model, of_stage, runs, load, holders)
-        for of_stage, load in zip(peaks, given, strict=True)
+        for of_stage, load in zip(peaks, rank_loads, strict=True)
     )
 
 
@@ -187,23 +187,23 @@ def rank_bytes(
     Weights, gradients and optimizer state of its stages, frozen encoders if it encodes, and the activations that
     wait for their backward, with the encodings there are, messages, the activations of the layer that is
     recomputed, and the slots for weights of streamed layers. A rank that holds several stages is taken to be at its
-    fullest with all of them at once. Each stage lies on so many `holders`, in all pipelines; on one if not given.
+    fullest with all of them at once. `holders` are numbers of ranks by stage, in all pipelines; 1 if not given.
 
     Encoders that leave memory before training count alone: stages come to the device after them.
     """
     counts = holders or (1,) * len(runs)
     resident = sum([model.resident_bytes(runs[stage], counts[stage]) for stage in peak])
-    kept = sum(model.activation_bytes(runs[stage], *waiting) for stage, waiting in peak.items())
-    kept += message_bytes(model, peak, runs)
+    active = sum(model.activation_bytes(runs[stage], *waiting) for stage, waiting in peak.items())
+    active += message_bytes(model, peak, runs)
     if model.recomputes:
-        kept += max(recomputed_bytes(model, runs[s], waiting) for s, waiting in peak.items())
-        kept += max(slot_bytes(model, runs[stage]) for stage in peak)
+        active += max(recomputed_bytes(model, runs[s], waiting) for s, waiting in peak.items())
+        active += max(slot_bytes(model, runs[stage]) for stage in peak)
     if model.offloads_optimizer:
-        kept += state_slot_bytes(model, [runs[stage] for stage in peak])
+        active += state_slot_bytes(model, [runs[stage] for stage in peak])
     if load is None:  # there are no encoders
-        return round(resident + kept)
+        return round(resident + active)
     beside, alone = load.num_bytes(model, runs)
-    training = load.resident_bytes(model) + resident + max(kept + beside, alone)
+    training = load.resident_bytes(model) + resident + max(active + beside, alone)
     return round(max(training, load.bytes_before(model)))
 
 
@@ -219,7 +219,7 @@ def slot_bytes(model: CostModel, run: LayerRun) -> int:
 
 
 def state_slot_bytes(model: CostModel, runs: Sequence[LayerRun]) -> float:
-    """Returns bytes of the slots of a rank for optimizer states that lie in host memory."""
+    """Returns bytes of the slots of a rank for optimizer states in host memory."""
     largest = max(model.parameter_state_bytes_from(run.first)[run.stop] for run in runs)
     return min(NUM_SLOTS * largest, sum(map(model.state_bytes, runs)))
 
@@ -230,8 +230,7 @@ def message_bytes(model: CostModel, peak: Mapping[int, Waiting], runs: Sequence[
     An activation that was sent is kept until a message tells that it has arrived, which its gradient does at
     the latest, so one for each microbatch that waits. After the stage there are besides a gradient that has
     arrived and one that is expected; before it an activation that is expected, and two gradients of which no
-    message has said yet that they have arrived. Replicas of a neighbour may be further apart, which is not
-    counted.
+    message has said yet that they have arrived. Replicas of a neighbour may be further apart: not counted.
     """
     num_bytes = 0.0
     for stage, waiting in peak.items():

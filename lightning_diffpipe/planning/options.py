@@ -34,9 +34,9 @@ class PlanOptions:
         num_replicas: Ranks of each stage: a number for all, or one number for each stage.
         data_parallel: Pipelines side by side, each with its part of the batch.
         schedule: A name of `SCHEDULES`, or `auto`.
-        filling: Where frozen work goes. `none`: data-parallel on all ranks before the pipeline;
+        filling: Placement of frozen work. `none`: data-parallel on all ranks before the pipeline;
             `shares`: into the bubbles of the batch before, see `filling.py`.
-        partition: How layers are cut into stages. `auto` tries what the simulator may find fastest;
+        partition: Method that cuts layers into stages. `auto` tries what the simulator may find fastest;
             the others are baselines.
         frozen_splittable: Whether frozen layers may run for some samples of a microbatch only; False in the
             plan of a profile with an encoder that may not.
@@ -50,15 +50,15 @@ class PlanOptions:
             its stages; a number >= 0.
         shard_optimizer: Whether the ranks that hold a stage, in all pipelines, share its optimizer state (ZeRO-1);
             `auto`: where a plan would not fit, or be slower, without.
-        checkpointing: Which layers are recomputed in the backward instead of storing their activations: `none`;
+        checkpointing: Layers that are recomputed in the backward instead of storing their activations: `none`;
             `all`; `auto`: those without which no plan would fit, or only slower ones. A finished plan has them in
             its stages.
-        streaming: Of which layers the frozen weights lie in host memory, and are copied to the device for each run
+        streaming: Layers whose frozen weights are in host memory, and are copied to the device for each run
             (see `streaming.py`): `none`; `all`; `auto`: those without which no plan would fit, also with
             recomputed layers, which all of these are.
-        optimizer_offload: Whether optimizer states lie in host memory, and come to the device bucket by bucket
-            when they are stepped: `none`; `all`; `auto`: where no plan would fit without.
-        encode_first: What encoders give is stored before training (`EncodingCache`), and they leave memory.
+        optimizer_offload: Whether optimizer states are in host memory, and come to the device bucket by bucket
+            when they are updated: `none`; `all`; `auto`: where no plan would fit without.
+        encode_first: Whether encodings are stored before training (`EncodingCache`), and encoders leave memory.
 
     Raises:
         ConfigurationError: A value that cannot be.
@@ -119,7 +119,7 @@ class PlanOptions:
             raise ConfigurationError(
                 f"shard_optimizer must be true, false or 'auto'; got {self.shard_optimizer!r}"
             )
-        for name, known in (
+        for name, choices in (
             ("schedule", ("auto", *SCHEDULES)),
             ("filling", FILLINGS),
             ("partition", PARTITIONS),
@@ -127,9 +127,9 @@ class PlanOptions:
             ("streaming", STREAMING),
             ("optimizer_offload", OPTIMIZER_OFFLOAD),
         ):
-            if getattr(self, name) not in known:
+            if getattr(self, name) not in choices:
                 raise ConfigurationError(
-                    f"unknown {name}={getattr(self, name)!r}; choose one of {', '.join(known)}"
+                    f"unknown {name}={getattr(self, name)!r}; choose one of {', '.join(choices)}"
                 )
         if self.streaming == "all" and self.checkpointing == "none":
             raise ConfigurationError(

@@ -41,11 +41,11 @@ class Stage:
         num_replicas: Ranks that hold a copy and take the microbatches in turn.
         ranks: Their positions in the pipeline; empty means those after the ranks of the stage before.
             Named where one rank holds several stages.
-        pass_index: Which of several passes its calls belong to; the layers of stages of other passes with the same
+        pass_index: Number of the pass its calls belong to; the layers of stages of other passes with the same
             position are the same.
         gradient: Whether a gradient comes back to it; else it forwards only.
-        recomputed: Those of its layers whose activations the backward computes again.
-        streamed: Those of them whose frozen weights are copied from host memory for each run.
+        recomputed: Layers of it whose activations the backward computes again.
+        streamed: Recomputed layers whose frozen weights are copied from host memory for each run.
     """
 
     index: int
@@ -202,12 +202,12 @@ def partition_fronts(
 
 
 def _pareto(points: Iterable[tuple[float, float, Partition, Cut]]) -> tuple[Partition, ...]:
-    kept, lowest = [], math.inf
+    front, lowest = [], math.inf
     for slowest, sync, before, cut in sorted(points, key=lambda p: (p[0], p[1], p[3])):
         if sync < lowest - 1e-12:
-            kept.append(Partition(slowest, sync, (*before.cuts, cut)))
+            front.append(Partition(slowest, sync, (*before.cuts, cut)))
             lowest = sync
-    return tuple(kept)
+    return tuple(front)
 
 
 def minimax_cuts(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -227,9 +227,9 @@ def minimax_cuts(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
         reach = lambda _, first: bisect_right(ends, ends[first] + limit) - 1
         return greedy_cuts(len(times), num_stages, reach)
 
-    found = least_limit(within, ends[-1] / num_stages, ends[-1] * (1 + 1e-9), 1e-9)
-    assert found is not None
-    return found[1][:-1]
+    best = least_limit(within, ends[-1] / num_stages, ends[-1] * (1 + 1e-9), 1e-9)
+    assert best is not None
+    return best[1][:-1]
 
 
 def greedy_cuts(
@@ -280,10 +280,10 @@ def least_limit(
         return None
     while high - low > precision * high:
         middle = (low + high) / 2
-        if (found := within(middle)) is None:
+        if (way := within(middle)) is None:
             low = middle
         else:
-            high, best = middle, found
+            high, best = middle, way
     return low, best
 
 
@@ -416,36 +416,36 @@ def opposite_cuts(
         )
     a, b = [0.0, *accumulate(down)], [0.0, *accumulate(reversed(up))]
     fullest = lambda so_far, one, other: max(so_far, one + other)
-    even_share, above, found = (a[-1] + b[-1]) / num_ranks, _FIRST_SLACK, None
-    while found is None:
-        found = _ways(a, b, num_ranks, even_share * (1 + above) + 1e-12, fullest)
+    even_share, above, best = (a[-1] + b[-1]) / num_ranks, _FIRST_SLACK, None
+    while best is None:
+        best = _cheapest_cuts(a, b, num_ranks, even_share * (1 + above) + 1e-12, fullest)
         above *= 2
-    most = found[0] * (1 + max(slack, 1e-9))
+    most = best[0] * (1 + max(slack, 1e-9))
     uneven = lambda so_far, one, other: so_far + one * one + other * other
-    _, edges = _ways(a, b, num_ranks, most, uneven) or found
+    _, edges = _cheapest_cuts(a, b, num_ranks, most, uneven) or best
     last = len(up)
     return tuple(i for i, _ in edges[:-1]), tuple(last - j for _, j in reversed(edges[1:]))
 
 
-_Way = tuple[float, tuple[tuple[int, int], ...]]
+_CostAndCuts = tuple[float, tuple[tuple[int, int], ...]]
 
 
-def _ways(
+def _cheapest_cuts(
     a: Sequence[float],
     b: Sequence[float],
     num_ranks: int,
     limit: float,
     cost: Callable[[float, float, float], float],
-) -> _Way | None:
-    """Finds the cheapest way to cut two chains, by running sums, if no rank needs more than a limit of both.
+) -> _CostAndCuts | None:
+    """Cuts two chains, given as running sums, at least cost, so that no rank has more than `limit` of both.
 
-    The sums of the second chain are from its end. `cost` makes that of a way of that of a shorter one and of what
-    the next rank has of either chain. Returns how many layers of either lie before each rank, and in all, with its
-    cost.
+    The sums of the second chain are from its end. `cost(so_far, one, other)` adds a rank with `one` of the first
+    chain and `other` of the second to the cost of the ranks before it. Returns the cost and, for each rank and the
+    end, the numbers of layers of both chains before it; None if there are no such cuts.
     """
-    level: dict[tuple[int, int], _Way] = {(0, 0): (0.0, ((0, 0),))}
+    level: dict[tuple[int, int], _CostAndCuts] = {(0, 0): (0.0, ((0, 0),))}
     for later in range(num_ranks - 1, -1, -1):
-        reached: dict[tuple[int, int], _Way] = {}
+        reached: dict[tuple[int, int], _CostAndCuts] = {}
         least = a[-1] + b[-1] - (later + 1e-9) * limit  # what ranks up to this one must have
         for (i, j), (so_far, edges) in level.items():
             for k in range(i + 1 if later else len(a) - 1, len(a) - later):

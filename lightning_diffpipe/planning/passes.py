@@ -1,7 +1,7 @@
 """Passes: a step that calls its denoiser several times, one pass without gradients perhaps (self-conditioning).
 
 A stage is a stretch of layer calls. Layers that are called in every pass are cut once, and stage `s` of every pass
-lies on the rank of stage `s` of the first, where its weights exist once:
+is on the rank of stage `s` of the first, where its weights exist once:
 
     calls     a b c d   a b c d         a b | c d on two ranks: stages  0: a b   1: c d   2: a b   3: c d
     passes    0         1               on ranks                        0        1        0        1
@@ -58,18 +58,18 @@ def folded(profile: ModelProfile) -> ModelProfile:
     if not backbone.passes:
         return profile
     first, stop = backbone.passes[0]
-    calls = [_calls(backbone, unit, unit + 1) for unit in range(stop - first)]
-    layers = tuple(_unit(backbone, runs) for runs in calls)
-    runs_of_units = ((unit, run) for unit, runs in enumerate(calls) for run in runs)
-    unit_of = {i: unit for unit, run in runs_of_units for i in range(run.first, run.stop)}
-    read_by = lambda readers: tuple(sorted({unit_of[reader] for reader in readers}))
+    calls = [_calls(backbone, index, index + 1) for index in range(stop - first)]
+    layers = tuple(_folded_layer(backbone, runs) for runs in calls)
+    numbered = ((index, run) for index, runs in enumerate(calls) for run in runs)
+    folded_index = {i: index for index, run in numbered for i in range(run.first, run.stop)}
+    read_by = lambda readers: tuple(sorted({folded_index[reader] for reader in readers}))
     encoders = tuple(encoder.read_at(read_by) for encoder in profile.encoders)
     chain = replace(backbone, layers=layers, passes=(), skips=())
     return replace(profile, backbones=(chain, *profile.backbones[1:]), encoders=encoders)
 
 
 def runs_of(backbone: BackboneProfile, cuts: Sequence[Cut]) -> tuple[LayerRun, ...]:
-    """Returns the calls of every stage of every pass, pass by pass, where the folded chain is cut so."""
+    """Returns the calls of every stage of every pass, pass by pass, for cuts of the folded chain."""
     of_stage = [_calls(backbone, first, stop) for first, stop, _ in cuts]
     return tuple(runs[p] for p in range(len(backbone.passes)) for runs in of_stage)
 
@@ -96,7 +96,7 @@ def schedule_of_passes(
 
 
 def widened(schedule: Schedule, placement: Placement, pass_size: int = 1) -> Schedule:
-    """Makes a schedule for a step that calls layers again before what is planned, where their weights lie.
+    """Makes a schedule for a step that calls layers again before what is planned, on the ranks with their weights.
 
     Passes of `pass_size` stages whose last one gets no gradient become waves of forwards, stage by stage; backwards
     of their earlier stages follow those of the planned stages, with which `placement` ends. For other passes list
@@ -117,14 +117,14 @@ def widened(schedule: Schedule, placement: Placement, pass_size: int = 1) -> Sch
         most = placement.num_stages - 1
         return Schedule(placement, size, chain_programs(placement, size, most, splits))
     programs: list[Program] = []
-    for rank, own in enumerate(schedule.programs):
+    for rank, rank_program in enumerate(schedule.programs):
         program: list[Staged] = [
             (ForwardNoGrad if stage in no_grad else Forward)(stage, microbatch)
             for stage in placement.stages_of(rank)
             if stage < more
             for microbatch in placement.microbatches_of(stage, rank, size)
         ]
-        for i in own:
+        for i in rank_program:
             if not isinstance(i, Staged):
                 continue  # frozen work, which every batch has of its own
             program.append(replace(i, stage=more + i.stage))
@@ -136,7 +136,7 @@ def widened(schedule: Schedule, placement: Placement, pass_size: int = 1) -> Sch
 
 
 def _calls(backbone: BackboneProfile, first: int, stop: int) -> list[LayerRun]:
-    """Returns for each pass the calls that units stand for; those around passes count for the outermost units."""
+    """Returns for each pass its calls of folded layers; those around passes count for the first and the last."""
     before, runs = 0, []
     for number, (start, end) in enumerate(backbone.passes):
         is_last = number == len(backbone.passes) - 1
@@ -149,7 +149,8 @@ def _calls(backbone: BackboneProfile, first: int, stop: int) -> list[LayerRun]:
     return runs
 
 
-def _unit(backbone: BackboneProfile, runs: Sequence[LayerRun]) -> LayerProfile:
+def _folded_layer(backbone: BackboneProfile, runs: Sequence[LayerRun]) -> LayerProfile:
+    """Returns one layer for all calls of some layers: its forward is that of the first pass."""
     calls = [backbone.layers[run.first : run.stop] for run in runs]
     first, later = calls[0], [layer for layers in calls[1:] for layer in layers]
     every = [*first, *later]

@@ -56,20 +56,17 @@ class Planned:
 
     Attributes:
         bubble_ratio: Share of rank time in which nothing runs.
-        unfilled_iteration_s: The same without filling: frozen work before the pipeline.
+        unfilled_iteration_s: Step time in seconds without filling: frozen work before the pipeline.
         frozen_s: Frozen work of all ranks of a pipeline together.
         leftover_s: Frozen work that fitted no bubble, after the pipeline.
         no_bubble_limit_s: All work divided by all ranks: no schedule of this work can be faster.
-        peak_memory_bytes: By rank of a pipeline; empty where it is not known, in plans written by hand.
-        sent_bytes: Bytes that the ranks of a pipeline send each other in a step, there and back; None where it is
-            not known.
-        chain_sent_bytes: The same of a chain of stages as even as can be, one on each rank, where a rank holds
-            several.
-        streamed_bytes: By rank of a pipeline: bytes of weights of streamed layers, in host memory; empty if there
-            are none.
-        copied_bytes: By rank: bytes of them that a step copies to the device.
-        copied_s: By rank: seconds that the copies take, most of them while layers compute.
-        offloaded_bytes: By rank: bytes of optimizer states in host memory, which a step copies to the device and
+        peak_memory_bytes: Bytes by rank of a pipeline; empty where it is not known, in plans written by hand.
+        sent_bytes: Bytes that the ranks of a pipeline send each other in a step, there and back; None if unknown.
+        chain_sent_bytes: The same of a chain of even stages, one on each rank, where a rank holds several.
+        streamed_bytes: Bytes of weights of streamed layers, in host memory, by rank of a pipeline; empty if none.
+        copied_bytes: Bytes of them that a step copies to the device, by rank.
+        copied_s: Seconds that the copies take, most of them while layers compute, by rank.
+        offloaded_bytes: Bytes of optimizer states in host memory by rank, which a step copies to the device and
             back; empty if there are none.
         expected_s: Mean time of a step over its call sequences, with frozen work before the pipeline, where there
             are several; the other numbers are of the longest.
@@ -199,12 +196,12 @@ class PipelinePlan:
     @cached_property
     def first_layers(self) -> tuple[int, ...]:
         """First layer of every stage; layers of several backbones are numbered consecutively."""
-        before, found = 0, list[int]()
+        before, firsts = 0, list[int]()
         for index, stage in enumerate(self.stages):
             if index and stage.backbone != self.stages[index - 1].backbone:
-                before = found[-1] + self.stages[index - 1].num_layers
-            found.append(before + stage.first_layer)
-        return tuple(found)
+                before = firsts[-1] + self.stages[index - 1].num_layers
+            firsts.append(before + stage.first_layer)
+        return tuple(firsts)
 
     @cached_property
     def recomputed(self) -> frozenset[int]:
@@ -269,8 +266,8 @@ class PipelinePlan:
         sizes, ranks = self.microbatch_sizes, self.ranks_per_pipeline
         group = self.options.frozen_group_size
         group = group_size_of(sizes, ranks) if group == "auto" else group
-        splits, wanted = self.options.frozen_splittable, self.options.encoding_ranks
-        num_encoding = None if wanted == "auto" else wanted
+        splits, encoding_ranks = self.options.frozen_splittable, self.options.encoding_ranks
+        num_encoding = None if encoding_ranks == "auto" else encoding_ranks
         return encode_parts(sizes, ranks, splits, group, num_encoding=num_encoding)
 
     @property
@@ -453,15 +450,15 @@ def _replicas(plan: PipelinePlan) -> tuple[int, ...]:
 
 def _check_encodes(plan: PipelinePlan) -> None:
     """Checks that every frozen part or piece is run once, on its rank."""
-    known = {piece.index: piece.rank for piece in plan.pieces or plan.frozen_parts}
+    rank_of_part = {piece.index: piece.rank for piece in plan.pieces or plan.frozen_parts}
     for rank, program in enumerate(plan.programs):
         for part in (i.part for i in program if isinstance(i, Encode)):
-            if known.pop(part, None) != rank:
+            if rank_of_part.pop(part, None) != rank:
                 raise PlanError(
                     f"plan: programs.{rank}: E{part} is not a frozen part of this rank, or is run twice"
                 )
-    if known:
-        raise PlanError(f"plan: programs: frozen part {min(known)} is never run")
+    if rank_of_part:
+        raise PlanError(f"plan: programs: frozen part {min(rank_of_part)} is never run")
 
 
 def check_wishes(plan: PipelinePlan, wishes: PlanOptions, num_pipelines: int) -> None:
@@ -471,18 +468,18 @@ def check_wishes(plan: PipelinePlan, wishes: PlanOptions, num_pipelines: int) ->
         PlanError: Names every option that differs, with both values.
     """
     decided, replicas = _decided(plan, num_pipelines), wishes.num_replicas
-    wanted = {name: getattr(wishes, name) for name in decided}
+    wished = {name: getattr(wishes, name) for name in decided}
     if isinstance(replicas, int):
-        wanted["num_replicas"] = (replicas,) * plan.num_stages
+        wished["num_replicas"] = (replicas,) * plan.num_stages
     if wishes.schedule == DEFAULT_SCHEDULE:  # of the strategy: nobody has asked for it
-        wanted["schedule"] = "auto"
-    odd = {name: value for name, value in decided.items() if wanted[name] not in ("auto", value)}
+        wished["schedule"] = "auto"
+    odd = {name: value for name, value in decided.items() if wished[name] not in ("auto", value)}
     if odd:
         have = ", ".join(f"{name}={value}" for name, value in odd.items())
-        asked = ", ".join(f"{name}={getattr(wishes, name)}" for name in odd)
+        listed = ", ".join(f"{name}={getattr(wishes, name)}" for name in odd)
         raise PlanError(
-            f"the plan has {have}, but {asked} is asked for beside it, and a plan that is given is followed as it "
-            f"is: leave {', '.join(odd)} out, or plan again with {asked}"
+            f"the plan has {have}, but {listed} is asked for beside it, and a plan that is given is followed as it "
+            f"is: leave {', '.join(odd)} out, or plan again with {listed}"
         )
 
 

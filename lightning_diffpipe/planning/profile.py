@@ -239,7 +239,7 @@ class BackboneProfile:
             The first layer's `forward_s` has it once. None if unknown.
         split_s: Time by which the backward of all layers grows when it runs in two halves, inputs first
             and weights later (zero-bubble schedules). None if unknown.
-        skips: Tensors that need not travel where both ends lie on one rank, as far as they are known.
+        skips: Tensors that need not travel where both ends are on one rank, as far as they are known.
         passes: Half-open ranges of layers, equally long, that are calls of the same ones: all but the first
             have no parameters of their own. Empty if every layer is called once.
         chains: Names and first layers of joined backbones that run in opposite directions; see `joined`.
@@ -298,7 +298,7 @@ class EncoderLayerProfile:
 
     Attributes:
         follows_sample: Whether its results follow from the sample alone; None if unknown.
-        offloaded: Its results are stored before training, when its parameters leave memory.
+        offloaded: Whether results are stored before training, when its parameters leave memory.
     """
 
     name: str
@@ -328,8 +328,7 @@ class EncoderProfile:
         cacheable: Whether most of it follows from the sample alone, and is slower to compute than to read; None if
             unknown.
         stored_bytes_per_sample: Bytes that `EncodingCache` would keep; 0 if unknown.
-        splittable: Whether it gives the same when it runs on some samples of a microbatch only; None if
-            unknown.
+        splittable: Whether it gives the same when run on some samples of a microbatch only; None if unknown.
     """
 
     name: str
@@ -343,9 +342,9 @@ class EncoderProfile:
     @property
     def stored_first(self) -> tuple[bool, ...]:
         """Whether results of each layer can be stored before training, as far as is known."""
-        known = self.cacheable is not False
+        cacheable = self.cacheable is not False
         seen = (layer.follows_sample for layer in self.layers)
-        return tuple(known if follows is None else follows for follows in seen)
+        return tuple(cacheable if follows is None else follows for follows in seen)
 
     def read_at(self, moved: Callable[[tuple[int, ...]], tuple[int, ...]]) -> EncoderProfile:
         """Returns the same with other positions of the layers that read its results."""
@@ -395,14 +394,14 @@ class ModelProfile:
         if len(set(names)) < len(names):
             raise ProfileError(f"backbones and encoders need different names; got {names}")
         finished: set[str] = set()
-        known = {encoder.name for encoder in self.encoders}
+        listed = {encoder.name for encoder in self.encoders}
         for encoder in self.encoders:
-            if unknown := [name for name in encoder.needs if name not in known]:
+            if unknown := [name for name in encoder.needs if name not in listed]:
                 raise ProfileError(f"encoder {encoder.name!r} needs {unknown[0]!r}, which is none")
         for _ in self.encoders:
             finished |= {e.name for e in self.encoders if finished.issuperset(e.needs)}
-        if finished != known:
-            raise ProfileError(f"encoders need each other in a circle: {sorted(known - finished)}")
+        if finished != listed:
+            raise ProfileError(f"encoders need each other in a circle: {sorted(listed - finished)}")
 
     @property
     def layers(self) -> tuple[LayerProfile, ...]:
@@ -461,9 +460,9 @@ def encoded_first(profile: ModelProfile) -> ModelProfile:
 def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
     """Makes a profile of one backbone that has the layers of all, one after the other.
 
-    With `apart` backbones stay chains of their own, whose stages lie on the same ranks: nothing crosses from one to
-    the next, and `BackboneProfile.chains` names them. Else what the loss reads of the earlier ones passes all later
-    ones.
+    With `apart` backbones stay chains of their own, whose stages are on the same ranks: nothing crosses from one to
+    the next, and `BackboneProfile.chains` names them. Else what the loss reads of a backbone crosses the cuts of
+    all later ones.
     """
     if len(profile.backbones) == 1:
         return profile
@@ -478,8 +477,9 @@ def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
             if apart and layer is backbone.layers[-1]:
                 across = 0
             layers.append(replace(layer, boundary_bytes_per_sample=across))
-        past = lambda at, by=start, stop=num_layers: by + at if at < stop or apart else total
-        skips += [skip.moved(past) for skip in backbone.skips]
+        # The loss, a reader after the last layer, comes after those of all backbones.
+        joined_at = lambda at, by=start, stop=num_layers: by + at if at < stop or apart else total
+        skips += [skip.moved(joined_at) for skip in backbone.skips]
         passing += 0 if apart else backbone.layers[-1].boundary_bytes_per_sample
     whole = BackboneProfile(
         "+".join(b.name for b in profile.backbones),

@@ -66,10 +66,10 @@ def shapes(model: CostModel, options: PlanOptions) -> Iterator[Shape]:
         ConfigurationError: No number of pipelines or microbatches meets the options.
         PartitionError: More stages than layers or ranks.
     """
-    wanted = SCHEDULES.values() if options.schedule == "auto" else (SCHEDULES[options.schedule],)
+    specs = SCHEDULES.values() if options.schedule == "auto" else (SCHEDULES[options.schedule],)
     tried = [
         spec
-        for spec in wanted
+        for spec in specs
         if (spec.auto or options.schedule != "auto") and spec.opposite == (len(model.starts) > 1)
     ]
     placed = [s for spec in tried if spec.place for s in _placed_shapes(model, options, spec)]
@@ -111,18 +111,18 @@ def _chained_shapes(
 
 def _placed_shapes(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -> Iterator[Shape]:
     """Yields shapes with several stages on each rank, without replicas."""
-    wanted, num_layers = options.num_stages, model.num_layers
+    stage_count, num_layers = options.num_stages, model.num_layers
     chains = [b - a for a, b in pairwise((*model.starts, num_layers))]  # lengths
     replicas = options.num_replicas if isinstance(options.num_replicas, tuple) else ()
     if replicas:
-        wanted = len(replicas)
+        stage_count = len(replicas)
     if options.num_replicas != "auto" and set(replicas or (options.num_replicas,)) != {1}:
         return
     for num_pipelines in _pipelines_possible(model, options):
         num_ranks = model.cluster.num_ranks // num_pipelines
         samples = options.global_batch_size // num_pipelines
         several = (len(chains),) if spec.opposite else spec.stages_per_rank
-        counts = [v * num_ranks for v in several] if wanted == "auto" else [wanted]
+        counts = [v * num_ranks for v in several] if stage_count == "auto" else [stage_count]
         for num_stages in counts:
             if num_stages > num_layers:
                 continue
@@ -176,11 +176,11 @@ def pipeline_counts(model: CostModel, options: PlanOptions) -> tuple[int, ...]:
     """Returns how many pipelines with one stage or more on each rank may stand side by side."""
     num_ranks, batch = model.cluster.num_ranks, options.global_batch_size
     possible = _pipelines_possible(model, options)
-    wanted = options.num_microbatches
-    enough = [p for p in possible if wanted == "auto" or batch // p >= wanted]
+    num_microbatches = options.num_microbatches
+    enough = [p for p in possible if num_microbatches == "auto" or batch // p >= num_microbatches]
     if not enough:
         raise ConfigurationError(
-            f"num_microbatches={wanted} is more than the {batch // possible[0]} samples of a "
+            f"num_microbatches={num_microbatches} is more than the {batch // possible[0]} samples of a "
             "pipeline's batch; use fewer microbatches, fewer pipelines or a larger batch"
         )
     possible = enough
@@ -206,17 +206,17 @@ def pipeline_counts(model: CostModel, options: PlanOptions) -> tuple[int, ...]:
 
 
 def _stage_counts(model: CostModel, options: PlanOptions, num_ranks: int) -> tuple[int, ...]:
-    num_layers, wanted = model.num_layers, options.num_replicas
-    if isinstance(wanted, tuple):
-        check_partition(num_layers, len(wanted), num_ranks)
-        return (len(wanted),)
+    num_layers, num_replicas = model.num_layers, options.num_replicas
+    if isinstance(num_replicas, tuple):
+        check_partition(num_layers, len(num_replicas), num_ranks)
+        return (len(num_replicas),)
     if options.num_stages != "auto":
         check_partition(num_layers, options.num_stages, num_ranks)
         return (options.num_stages,)
     return tuple(
         s
         for s in range(1, min(num_layers, num_ranks) + 1)
-        if (wanted == "auto" or s * wanted == num_ranks)
+        if (num_replicas == "auto" or s * num_replicas == num_ranks)
         and (num_ranks <= MOST_UNEQUAL_RANKS or num_ranks % s == 0)
     )
 
@@ -249,15 +249,15 @@ def replicas_of(options: PlanOptions, shape: Shape) -> Iterator[tuple[int, ...]]
     With many ranks only equal shares. Shares that leave a replica without a microbatch are left
     out unless they are asked for.
     """
-    wanted, num_stages = options.num_replicas, shape.num_stages
+    num_replicas, num_stages = options.num_replicas, shape.num_stages
     if shape.stages_per_rank > 1:
         yield (1,) * num_stages
         return
-    if isinstance(wanted, tuple):
-        yield wanted
+    if isinstance(num_replicas, tuple):
+        yield num_replicas
         return
-    if wanted != "auto":
-        yield (wanted,) * num_stages
+    if num_replicas != "auto":
+        yield (num_replicas,) * num_stages
         return
     if shape.num_ranks > MOST_UNEQUAL_RANKS:
         if shape.num_ranks % num_stages == 0:
@@ -303,13 +303,13 @@ def baseline_cuts(
     the replicas as well, and propose nothing if others are asked for.
     """
     if options.partition in PARTITIONS_WITH_REPLICAS:
-        wanted = set(replicas_of(options, shape)) if options.num_replicas != "auto" else None
+        allowed = set(replicas_of(options, shape)) if options.num_replicas != "auto" else None
         if options.partition == "diffusionpipe":
-            found = diffusionpipe_cuts(model, shape)
+            proposed = diffusionpipe_cuts(model, shape)
         else:
-            found = pipedream_cuts(model, shape.num_ranks, shape.sizes[0], shape.num_stages)
-        for cuts in found:
-            if wanted is None or tuple(replicas for _, _, replicas in cuts) in wanted:
+            proposed = pipedream_cuts(model, shape.num_ranks, shape.sizes[0], shape.num_stages)
+        for cuts in proposed:
+            if allowed is None or tuple(replicas for _, _, replicas in cuts) in allowed:
                 yield cuts
         return
     size, layers = shape.sizes[0], model.backbone.layers

@@ -2,7 +2,7 @@
 
 A layer that is recomputed keeps its inputs instead of its activations, and its backward takes a forward longer. An
 early stage of 1F1B stores the activations of many microbatches, the last one those of one: so stages recompute
-different shares of their layers, and fewer layers lie where more are recomputed.
+different shares of their layers, and stages have fewer layers where more are recomputed.
 
     1. recompute everything that frees memory, and search the fastest cuts that fit
     2. with these cuts, stop recomputing on each rank while it fits, layers that save most seconds a byte first
@@ -64,34 +64,34 @@ def recomputed_where_needed(
     size, layers = max(proposal.shape.sizes), evaluator.calls.backbone.layers
     # By rank and recomputed layer: the bytes of activations that are stored if it is not, and while it is.
     stored: list[dict[int, tuple[float, float]]] = [{} for _ in peak_memory_bytes]
-    gains: dict[int, float] = {}
+    s_per_byte: dict[int, float] = {}
     for stage, run in enumerate(evaluator.runs(proposal)):
         for position in range(run.first, run.stop):
             if (whole := layers[position].uncheckpointed) is None:
                 continue
             for rank in pipeline.placement.stage_ranks[stage]:
                 waiting = pipeline.peak(rank)[stage]
-                one = Waiting(waiting.samples / max(waiting.microbatches, 1), 1)
+                single = Waiting(waiting.samples / max(waiting.microbatches, 1), 1)
                 more = _kept_bytes(whole, waiting) - _kept_bytes(layers[position], waiting)
-                stored[rank][position] = more, _kept_bytes(whole, one)
-            if layers[
-                position
-            ].streamed_bytes:  # whose backward needs weights that are copied again
+                stored[rank][position] = more, _kept_bytes(whole, single)
+            # A streamed layer stays recomputed: its backward needs weights that are copied again.
+            if layers[position].streamed_bytes:
                 continue
-            most = max(own[position][0] for own in stored if position in own)
-            gains[position] = whole.forward_s.at(size) / max(most, 1.0)
+            most = max(savings[position][0] for savings in stored if position in savings)
+            s_per_byte[position] = whole.forward_s.at(size) / max(most, 1.0)
     room = [
-        limit - peak + _largest(own)
-        for limit, peak, own in zip(limits, peak_memory_bytes, stored, strict=True)
+        limit - peak + _largest(savings)
+        for limit, peak, savings in zip(limits, peak_memory_bytes, stored, strict=True)
     ]
-    for position in sorted(gains, key=lambda each: (-gains[each], each)):
-        ranks = [rank for rank, own in enumerate(stored) if position in own]
+    # Layers whose recomputation costs most time for the bytes it frees are the first to be stored.
+    for position in sorted(s_per_byte, key=lambda each: (-s_per_byte[each], each)):
+        ranks = [rank for rank, savings in enumerate(stored) if position in savings]
         rest = {r: {k: v for k, v in stored[r].items() if k != position} for r in ranks}
         if all(room[r] - stored[r][position][0] >= _largest(rest[r]) for r in ranks):
             for rank in ranks:
                 room[rank] -= stored[rank][position][0]
                 stored[rank] = rest[rank]
-    return frozenset(position for own in stored for position in own)
+    return frozenset(position for savings in stored for position in savings)
 
 
 def _largest(stored: Mapping[int, tuple[float, float]]) -> float:

@@ -33,9 +33,9 @@ class SamplingCase:
         num_samples: Samples that ranks can divide.
         num_branches: Branches of guidance that two halves of the ranks can compute, or 1.
         convolves: Whether the denoiser's convolutions read rows of neighbours, as those of U-Nets do.
-        bandwidth_bytes_per_s: Of the slowest links.
-        weight_bytes: Of the denoiser, as far as they are yet to be loaded.
-        memory_bytes: What every rank has left; None if that is no limit.
+        bandwidth_bytes_per_s: Bandwidth of the slowest links.
+        weight_bytes: Bytes of the denoiser's weights that are yet to be loaded.
+        memory_bytes: Bytes that every rank has left; None if that is no limit.
     """
 
     num_ranks: int
@@ -125,7 +125,7 @@ def _choices(case: SamplingCase, num_patches: int | None) -> Iterator[SamplingCh
 
 
 def reason_for(choice: SamplingChoice, case: SamplingCase) -> str:
-    """Says in clauses why the rule takes this.
+    """Returns clauses that tell why the rule takes this.
 
     Example:
         >>> case = SamplingCase(4, 1, 2, 28, convolves=False, bandwidth_bytes_per_s=20e9)

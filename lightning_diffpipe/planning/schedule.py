@@ -214,9 +214,9 @@ def route(
     Args:
         maker: The stage that makes it.
         readers: Later stages that read it, in ascending order.
-        stage_ranks: By stage: the ranks that hold it; None if no two stages have the same.
+        stage_ranks: Ranks that hold each stage; None if no two stages have the same.
         through: Stages it may pass; None for all. Where there is no way through them, it passes others, too.
-        known: Where it goes anyway; a part of what is returned.
+        known: Transfers that are made in any case; a part of what is returned.
 
     Example:
         >>> route(0, (1, 3), ((0,), (1,), (1,), (0,)))
@@ -247,20 +247,20 @@ def _shortest(
 ) -> list[tuple[int, int]]:
     """Returns steps to a reader from some stage that has the tensor; none if there is no way."""
     allowed = range(reader) if through is None else through
-    found: dict[int, tuple[int, list[tuple[int, int]]]] = {reader: (0, [])}
+    shortest: dict[int, tuple[int, list[tuple[int, int]]]] = {reader: (0, [])}
     for stage in range(reader, -1, -1):  # ways lead from earlier stages to later ones only
-        if stage not in found:
+        if stage not in shortest:
             continue
-        cost, way = found[stage]
+        cost, way = shortest[stage]
         for before in range(stage):
             local = stage_ranks[before] == stage_ranks[stage]
             if not local and before != stage - 1:
                 continue
             if before not in allowed and before not in have:
                 continue
-            if before not in found or cost + (not local) < found[before][0]:
-                found[before] = cost + (not local), [(before, stage), *way]
-    ways = [(cost, -stage, way) for stage, (cost, way) in found.items() if stage in have]
+            if before not in shortest or cost + (not local) < shortest[before][0]:
+                shortest[before] = cost + (not local), [(before, stage), *way]
+    ways = [(cost, -stage, way) for stage, (cost, way) in shortest.items() if stage in have]
     return min(ways)[2] if ways else []
 
 
@@ -346,9 +346,9 @@ class Schedule:
     def _messages(
         self, program: Program, flow_of: Callable[[type[Instruction], int], Flow | None]
     ) -> Iterator[Message | None]:
-        found: Callable[[Any, int], Flow | None] = cache(flow_of)
+        cached_flow: Callable[[Any, int], Flow | None] = cache(flow_of)
         for i in program:
-            flow = found(type(i), i.stage) if isinstance(i, Staged) else None
+            flow = cached_flow(type(i), i.stage) if isinstance(i, Staged) else None
             if flow is None or not isinstance(i, Staged):
                 yield None
             else:
@@ -389,7 +389,7 @@ class ScheduleSpec:
     Attributes:
         program: The program of one rank alone, given where stages run, how many microbatches there are, and
             the rank; if `timed` also `ticks=`, the times of the stages.
-        place: Where so many stages run on so many ranks; None if every stage has ranks of its own, in
+        place: Placement of a number of stages on a number of ranks; None if every stage has ranks of its own, in
             order, and may have several.
         stages_per_rank: Stages of a rank that the search tries.
         most_per_rank: The most there may be.

@@ -125,7 +125,7 @@ def _within_memory(
     """Returns plans that fit into memory, the best of which are those with less work if they fit.
 
     Where they do not, fewer ranks hold the encoders, ranks share optimizer states, or layers are recomputed; where
-    all of that does not help, optimizer states lie in host memory, or layers are streamed; else both.
+    all of that does not help, optimizer states are stored in host memory, or layers are streamed; else both.
     """
     if cluster.memory_bytes is None:
         return _plans(profile, cluster, options, below_s, until_s)
@@ -154,8 +154,8 @@ def _within_memory(
     for ways in (tries("none", first), either, tries("all", last)):
         for wishes, find in () if plans else ways:
             best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
-            found = find(profile, cluster, wishes, best_s, until_s)
-            plans += [plan for plan in found if _fits_hosts(plan, cluster)]
+            candidates = find(profile, cluster, wishes, best_s, until_s)
+            plans += [plan for plan in candidates if _fits_hosts(plan, cluster)]
     return plans
 
 
@@ -233,10 +233,10 @@ def _saving_less(
     plans = list[PipelinePlan]()
     for _ in range(MOST_ROUNDS):
         with_some = savings.of(profile, cluster)
-        found = _plans(with_some, cluster, options, most_s, until_s)
-        if not found:
+        candidates = _plans(with_some, cluster, options, most_s, until_s)
+        if not candidates:
             break
-        best = min(found, key=_with_effort)
+        best = min(candidates, key=_with_effort)
         proposal = Proposal.of(best, with_some)
         fewer = _needed(profile, cluster, options, proposal, savings, best)
         faster = _evaluator(profile, cluster, options, fewer).plan(proposal)
@@ -271,9 +271,9 @@ def _needed(
         placement, runs = plan.placement, evaluator.runs(proposal)
         layers, still = evaluator.calls.backbone.layers, set[int]()
         for rank, peak in enumerate(plan.planned.peak_memory_bytes):
-            own = [runs[stage] for stage in placement.stages_of(rank)]
-            held = (position for run in own for position in range(run.first, run.stop))
-            sizes = {i: size for i in held if (size := layers[i].streamed_bytes)}
+            rank_runs = [runs[stage] for stage in placement.stages_of(rank)]
+            positions = (position for run in rank_runs for position in range(run.first, run.stop))
+            sizes = {i: size for i in positions if (size := layers[i].streamed_bytes)}
             limit = cluster.memory_of(rank, placement.num_ranks) or 0
             still |= streamed_where_needed(sizes, max(limit - peak, 0))
         savings = _Savings(savings.recomputed | savings.streamed, frozenset(still))
@@ -324,19 +324,19 @@ def _of_either_kind(
     profile: ModelProfile, cluster: Cluster, options: PlanOptions, below_s: float, within_s: float
 ) -> PipelinePlan:
     """Returns the best plan for several backbones: as one chain, or in opposite directions."""
-    found, failed = [], []
+    plans, failed = [], []
     chained = joined(profile)
     opposite = [spec.name for spec in SCHEDULES.values() if spec.auto and spec.opposite]
     tries = [(chained, "auto"), *((profile, name) for name in opposite)]
     for what, schedule in tries:
         wish = replace(options, schedule=schedule)
         try:
-            found.append(find_plan(what, cluster, wish, below_s, within_s / len(tries)))
+            plans.append(find_plan(what, cluster, wish, below_s, within_s / len(tries)))
         except DiffPipeError as error:
             failed.append(error)
-    if not found:
+    if not plans:
         raise failed[0]
-    return min(found, key=_with_effort)
+    return min(plans, key=_with_effort)
 
 
 def _with_effort(plan: PipelinePlan) -> float:

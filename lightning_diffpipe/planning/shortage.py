@@ -1,4 +1,4 @@
-"""What to say where no plan fits into memory: how much is short, and the smallest changes that would fit.
+"""The error where no plan fits into memory: the bytes that are short, and the smallest changes that would fit.
 
 Changes are planned like anything else, so each comes with the step it promises: an option that was set, then
 the model (encoders out of memory, adapters, 4 bits), then more ranks.
@@ -72,7 +72,7 @@ def encoding_choices(model: CostModel, options: PlanOptions) -> list[PlanOptions
 
 
 def offload_choices(model: CostModel, options: PlanOptions) -> tuple[str, ...]:
-    """Returns where optimizer states may lie, where that is left open and frees memory: on devices first."""
+    """Returns where to store optimizer states, where that is left open and frees memory: on devices first."""
     if options.optimizer_offload != "auto":
         return (options.optimizer_offload,)
     states = model.state_bytes(LayerRun(0, model.num_layers)) / model.cluster.num_ranks
@@ -81,10 +81,10 @@ def offload_choices(model: CostModel, options: PlanOptions) -> tuple[str, ...]:
 
 
 def nothing_proposed(model: CostModel, options: PlanOptions) -> PlanError | None:
-    """Says why there is no way to share the ranks among stages, if there is none."""
-    found = tuple(shapes(model, options))
-    if not any(any(replicas_of(options, shape)) for shape in found):
-        stages = " or ".join(map(str, sorted({shape.num_stages for shape in found})))
+    """Returns the error if there is no way to share the ranks among stages, else None."""
+    proposed = tuple(shapes(model, options))
+    if not any(any(replicas_of(options, shape)) for shape in proposed):
+        stages = " or ".join(map(str, sorted({shape.num_stages for shape in proposed})))
         return PlanError(
             f"the ranks of a pipeline cannot be shared among {stages} stages: a stage gets no more ranks than "
             f"there are microbatches, and stages on more than {MOST_UNEQUAL_RANKS} ranks "
@@ -93,7 +93,7 @@ def nothing_proposed(model: CostModel, options: PlanOptions) -> PlanError | None
         )
     if options.partition not in PARTITIONS_WITH_REPLICAS:
         return None
-    if any(any(baseline_cuts(model, options, shape)) for shape in found):
+    if any(any(baseline_cuts(model, options, shape)) for shape in proposed):
         return None
     return PlanError(
         f"partition={options.partition} chooses the replicas itself, and never as num_replicas="
@@ -104,12 +104,12 @@ def nothing_proposed(model: CostModel, options: PlanOptions) -> PlanError | None
 def nothing_fits(
     profile: ModelProfile, cluster: Cluster, options: PlanOptions, plans: Plans
 ) -> PlanError:
-    """Says by how much memory is short, and which changes would help, with the step each promises.
+    """Returns the error: how much memory is short, and which changes would help, with the planned step of each.
 
     Args:
-        profile: Of one backbone.
-        cluster: With a limit of memory.
-        options: With which nothing fits.
+        profile: Profile of one backbone.
+        cluster: Ranks, with a limit of memory.
+        options: Options with which nothing fits.
         plans: Finds plans that fit.
     """
     limit = cluster.memory_bytes
@@ -159,10 +159,10 @@ def _other_options(
 
     def would_fit(names: Sequence[str]) -> str:
         changed = PlanOptions.from_dict(options.to_dict() | {name: freed[name] for name in names})
-        if not (found := _planned(profile, cluster, changed, plans)):
+        if not (plan := _planned(profile, cluster, changed, plans)):
             return ""
-        values = found.options.to_dict()
-        for name, layers in (("checkpointing", found.recomputed), ("streaming", found.streamed)):
+        values = plan.options.to_dict()
+        for name, layers in (("checkpointing", plan.recomputed), ("streaming", plan.streamed)):
             values[name] = "auto" if layers else "none"
         return ", ".join(f"{name}={values[name]}" for name in names)
 
@@ -202,13 +202,13 @@ def _other_models(
         tries.insert(0, ("encode_first=true", first, cluster.num_ranks))
     if not (cluster.rank_memory_bytes or cluster.rank_speeds):
         tries += [(f"{n} ranks", profile, n) for n in _more(cluster.num_ranks)]
-    found = dict[bool, str]()  # the smallest change of the model, and that of the ranks
+    remedies = dict[bool, str]()  # the smallest change of the model, and that of the ranks
     for what, changed, num_ranks in tries:
         wider, more = replace(cluster, num_ranks=num_ranks), num_ranks > cluster.num_ranks
         wishes = replace(free, encode_first=options.encode_first or changed is first)
-        if more not in found and (plan := _planned(changed, wider, wishes, plans)):
-            found[more] = f"{what} ({plan.planned.iteration_s:.3g} s a step)"
-    return f"{' or '.join(found.values())} would fit" if found else ""
+        if more not in remedies and (plan := _planned(changed, wider, wishes, plans)):
+            remedies[more] = f"{what} ({plan.planned.iteration_s:.3g} s a step)"
+    return f"{' or '.join(remedies.values())} would fit" if remedies else ""
 
 
 def _more(num_ranks: int) -> tuple[int, ...]:
@@ -275,10 +275,10 @@ def _planned(
     profile: ModelProfile, cluster: Cluster, options: PlanOptions, plans: Plans
 ) -> PipelinePlan | None:
     try:
-        found = plans(profile, cluster, options, math.inf, time.perf_counter() + REMEDY_S)
+        candidates = plans(profile, cluster, options, math.inf, time.perf_counter() + REMEDY_S)
     except DiffPipeError:
         return None
-    return min(found, key=lambda plan: plan.planned.iteration_s, default=None)
+    return min(candidates, key=lambda plan: plan.planned.iteration_s, default=None)
 
 
 def _least_memory(model: CostModel, options: PlanOptions) -> tuple[int, tuple[str, str]]:
@@ -287,19 +287,19 @@ def _least_memory(model: CostModel, options: PlanOptions) -> tuple[int, tuple[st
     After `REMEDY_S` the smallest found so far counts; the long shapes, which take longest, come last.
     """
     search, until_s = Search(Evaluator(model, options)), time.perf_counter() + REMEDY_S
-    found: tuple[float, int, int] = (math.inf, 0, 0)  # among equals the one with fewer stages
+    least: tuple[float, int, int] = (math.inf, 0, 0)  # among equals the one with fewer stages
     smallest = "the smallest"
     for shape in sorted(shapes(model, options), key=lambda s: (is_long(s), search.least_bytes(s))):
-        if search.least_bytes(shape) > found[0]:
+        if search.least_bytes(shape) > least[0]:
             continue
-        if found[1] and time.perf_counter() > until_s:
+        if least[1] and time.perf_counter() > until_s:
             smallest = "the smallest found"
             break
-        for cuts in _small_cuts(search, shape, found[0] + 1):
+        for cuts in _small_cuts(search, shape, least[0] + 1):
             need = max(search.evaluator.peak_bytes(Proposal(shape, cuts)))
-            found = min(found, (need, shape.num_stages, len(shape.sizes)))
-    where = f"num_stages={found[1]}, num_microbatches={found[2]}"
-    return int(found[0]), (smallest, where)
+            least = min(least, (need, shape.num_stages, len(shape.sizes)))
+    where = f"num_stages={least[1]}, num_microbatches={least[2]}"
+    return int(least[0]), (smallest, where)
 
 
 def _small_cuts(search: Search, shape: Shape, below: float) -> Iterator[tuple[Cut, ...]]:

@@ -57,7 +57,7 @@ def simulate(
 
     Args:
         schedule: A schedule, lowered or not.
-        costs: How long things take; see `in_ticks` if None.
+        costs: Durations in seconds; those of `in_ticks` if None.
         sizes: Samples of each microbatch, where equal ones cost the same; saves time.
 
     Raises:
@@ -97,18 +97,18 @@ def _timeline(schedule: Schedule, outline: Outline, costs: PipelineCosts) -> Tim
                     spans.append(Span(peer, met, now_s, stop_s))
             continue
         alone = (pair for pair in todo[rank] if not isinstance(pair[0], _COLLECTIVES))
-        instruction, made = next(alone)
+        instruction, message = next(alone)
         stop_s = now_s
         if isinstance(instruction, (Staged, Encode)):
             stop_s += costs.compute_s(outline.works[work])
             spans.append(Span(rank, instruction, now_s, stop_s))
         if makes >= 0:
             if isinstance(instruction, Send):
-                made = Message.of(instruction, rank)
-            assert made is not None
+                message = Message.of(instruction, rank)
+            assert message is not None
             start_s = max(stop_s, link_free_s[edge])
             link_free_s[edge] = start_s + costs.message_s(outline.messages[like])
-            transfers.append(Transfer(made, start_s, link_free_s[edge]))
+            transfers.append(Transfer(message, start_s, link_free_s[edge]))
     return Timeline(tuple(spans), outline.num_ranks, tuple(transfers))
 
 
@@ -322,17 +322,17 @@ class _Numbers:
         """Returns this work of a stage, by microbatch."""
         schedule, count = self.schedule, self.schedule.num_microbatches
         read_flow, made_flow = schedule.read_by(work, stage), schedule.made_by(work, stage)
-        read, made = [_NOTHING_SENT] * count, [_NOTHING_SENT] * count
+        read, sent = [_NOTHING_SENT] * count, [_NOTHING_SENT] * count
         if read_flow:
             read = self.sent(read_flow)
         if made_flow:
-            made = self.sent(made_flow)
+            sent = self.sent(made_flow)
         rank_of = schedule.placement.rank_of
         number = {
             like: _number(self.works, work(stage, like)) for like in dict.fromkeys(self.first_like)
         }
         works = [number[like] for like in self.first_like]
-        return [(rank_of(stage, m), works[m], read[m][0], *made[m]) for m in range(count)]
+        return [(rank_of(stage, m), works[m], read[m][0], *sent[m]) for m in range(count)]
 
     def sent(self, flow: Flow) -> list[_Sent]:
         """Returns what travels, by microbatch of its reader, where anything has to."""
@@ -340,13 +340,13 @@ class _Numbers:
             first, ranks = self.num_sent, self.schedule.placement.stage_ranks
             period = lcm(len(ranks[flow.maker]), len(ranks[flow.reader]))
             starts = self.schedule.starts or (0,) * self.schedule.num_microbatches
-            known: dict[tuple[int, int, int], tuple[int, int] | None] = {}
+            message_of: dict[tuple[int, int, int], tuple[int, int] | None] = {}
             self.flows[flow] = []
             for microbatch in range(self.schedule.num_microbatches):
                 like = microbatch % period, self.first_like[microbatch], starts[microbatch]
-                if like not in known:
-                    known[like] = self.message_and_edge(flow, microbatch)
-                sent = known[like]
+                if like not in message_of:
+                    message_of[like] = self.message_and_edge(flow, microbatch)
+                sent = message_of[like]
                 self.flows[flow].append((first + microbatch, *sent) if sent else _NOTHING_SENT)
         return self.flows[flow]
 

@@ -54,7 +54,7 @@ def streamed(
 
     Args:
         profile: In which they are recomputed.
-        positions: Of the layers.
+        positions: Positions of the layers.
         host_bytes_per_s: Rate of copies from host memory to a device.
     """
     (backbone,) = profile.backbones
@@ -75,7 +75,7 @@ def streamed(
 
 
 def _between(layers: Sequence[LayerProfile], first: int, stop: int) -> Sequence[LayerProfile]:
-    """Returns layers from one position to another, over the end if that lies before it."""
+    """Returns layers from one position to another, over the end if that is before it."""
     return layers[first:stop] if first < stop else (*layers[first:], *layers[:stop])
 
 
@@ -118,17 +118,17 @@ def streamed_runs(
     """Returns the streamed layers that a program of a rank runs, in order.
 
     Args:
-        program: Its instructions.
+        program: Instructions of the rank.
         streamed_layers: Positions, or names, of those of its stages, ascending.
     """
-    found = list[_Layer]()
+    runs = list[_Layer]()
     for instruction in program:
         match instruction:
             case Forward(stage, _) | ForwardNoGrad(stage, _):
-                found += streamed_layers.get(stage, ())
+                runs += streamed_layers.get(stage, ())
             case Backward(stage, _) | BackwardInput(stage, _):
-                found += reversed(streamed_layers.get(stage, ()))
-    return tuple(found)
+                runs += reversed(streamed_layers.get(stage, ()))
+    return tuple(runs)
 
 
 def copies(runs: Sequence[int]) -> tuple[int, ...]:

@@ -105,7 +105,7 @@ def draw(
     for span in spans:
         if isinstance(span.instruction, Staged):
             stages.setdefault(span.rank, set()).add(span.instruction.stage)
-    only = {rank: min(held) for rank, held in stages.items() if len(held) == 1}
+    only = {rank: min(hosted) for rank, hosted in stages.items() if len(hosted) == 1}
     labels = [without_stage(span.instruction, only.get(span.rank)) for span in spans]
     width = max((len(label) for label in labels), default=2)
     tick_s = tick_s or _tick(spans, max(max_columns // (width + 1), 8))

@@ -51,7 +51,7 @@ MIN_FLOPS_PER_BYTE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was seen of the layers of a folded graph.
+    """Observations of the layers of a folded graph.
 
     Attributes:
         steady: Indices of those whose arguments do not follow noise or timesteps; None if unknown.
@@ -76,9 +76,9 @@ class Encoding(NamedTuple):
 
     def of(self, encoder: EncoderProfile) -> EncoderProfile:
         """Returns the profile of an encoder that has these results."""
-        known = self._asdict()
-        del known["follow_sample"]
-        return self.filled_in(replace(encoder, **known))
+        fields = self._asdict()
+        del fields["follow_sample"]
+        return self.filled_in(replace(encoder, **fields))
 
     def filled_in(self, encoder: EncoderProfile) -> EncoderProfile:
         """Returns a profile of the encoder with how it can be split and stored first, if it does not know."""
@@ -88,9 +88,9 @@ class Encoding(NamedTuple):
                 x if x.follows_sample is not None else replace(x, follows_sample=value)
                 for x, value in zip(layers, follow, strict=True)
             )
-        known = encoder.splittable
+        splittable = encoder.splittable
         return replace(
-            encoder, layers=layers, splittable=self.splittable if known is None else known
+            encoder, layers=layers, splittable=self.splittable if splittable is None else splittable
         )
 
 
@@ -126,9 +126,9 @@ def encodings(
     for stage in cut(folded, positions).stages:
         for key in stage.frozen_received:
             readers.setdefault(key, []).append(stage.index)
-    found = {name: _encoding(folded, layers, readers, seen) for name, layers in encoders.items()}
+    results = {name: _encoding(folded, layers, readers, seen) for name, layers in encoders.items()}
     if seen is None or seen.steady is None:
-        return found
+        return results
     follow = {
         fine
         for index in seen.steady
@@ -139,7 +139,7 @@ def encodings(
     for index in graph.frozen:
         name = encoder_name(graph.layers[index])
         by_encoder[name] = (*by_encoder.get(name, ()), index in follow)
-    return {name: e._replace(follow_sample=by_encoder[name]) for name, e in found.items()}
+    return {name: e._replace(follow_sample=by_encoder[name]) for name, e in results.items()}
 
 
 def found_by_running(module: nn.Module, step: Step, batch: Any, stores: bool = True) -> Look:
@@ -161,6 +161,7 @@ def _encoding(
     readers: Mapping[TensorKey, list[int]],
     seen: Seen | None,
 ) -> Encoding:
+    """Returns sizes of the results of an encoder, and whether they can be stored and split; None: unknown."""
     samples = folded.num_samples or 1
     read_by: dict[tuple[int, ...], int] = {}
     for layer in layers:
@@ -226,9 +227,9 @@ def assemble(
     layers, free = [], without_gradient(graph)
     for position, layer in enumerate(path, start=1):
         read = layer.parameters | (graph.tail_parameters if layer is path[-1] else frozenset())
-        own, claimed = read - claimed, claimed | read
+        names, claimed = read - claimed, claimed | read
         inputs, seen = layer.reads - seen, seen | layer.reads
-        gradients = [sizes.get(key, 0) for key in own & graph.trained]
+        gradients = [sizes.get(key, 0) for key in names & graph.trained]
         # Computed again, it would write again.
         writes = layer.written_buffers or layer.written_parameters or layer.mutated
         cost = costs[layer.index]
@@ -238,7 +239,7 @@ def assemble(
                 forward_s=cost.forward_s,
                 backward_s=cost.backward_s,
                 weight_gradient_s=cost.weight_gradient_s,
-                parameter_bytes=sum(sizes.get(key, 0) for key in own),
+                parameter_bytes=sum(sizes.get(key, 0) for key in names),
                 gradient_bytes=sum(gradients),
                 largest_gradient_bytes=max(gradients, default=0),
                 boundary_bytes_per_sample=boundaries[position] // samples,
@@ -252,7 +253,7 @@ def assemble(
                 streamable_bytes=sum(map(held_bytes, streams[layer.name].values())),
             )
         )
-    long = tuple(Skip(size // samples, made, readers) for size, made, readers in skips(graph))
+    long = tuple(Skip(size // samples, maker, readers) for size, maker, readers in skips(graph))
     backbone = BackboneProfile("backbone", tuple(layers), repeated_s, split_s, long, passes(graph))
     encoders = tuple(
         known[encoder.name].of(encoder) if encoder.name in known else encoder
@@ -276,10 +277,10 @@ def _encoders(
         earlier = {profile.name for profile in profiles}
         entries, claimed = [], set[str]()
         for layer in layers:
-            own, claimed = layer.parameters - claimed, claimed | layer.parameters
-            held, forward_s = sum(sizes.get(key, 0) for key in own), costs[layer.index].forward_s
+            names, claimed = layer.parameters - claimed, claimed | layer.parameters
+            size, forward_s = sum(sizes.get(key, 0) for key in names), costs[layer.index].forward_s
             per_sample = graph.output_bytes(layer) // samples, layer.cost_flops // samples
-            entries.append(EncoderLayerProfile(layer.name, forward_s, held, *per_sample))
+            entries.append(EncoderLayerProfile(layer.name, forward_s, size, *per_sample))
         inputs = tuple(sorted((needed - {name}) & earlier))
         profiles.append(EncoderProfile(name, tuple(entries), inputs))
     return tuple(profiles)

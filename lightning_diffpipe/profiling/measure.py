@@ -100,12 +100,11 @@ class Subject:
             microbatches at least), thinned out where `budget_s` does not reach.
         microbatch_size: Samples of a microbatch, where that is decided already: timed as well.
         repeats: Timed runs at each count; if not given 3, and while they disagree as many as fit into `budget_s`.
-        budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: it runs five times
-            at least.
+        budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: at least 5 runs.
         name: Name of the profile; the module's class if not given.
         least_samples: Fewer than these the step cannot be run on.
-        looks_at_results: Also find results of frozen layers, and whether they could be stored and split.
-        splits_backward: Also time backwards of inputs only, and in two halves, for schedules that split them.
+        looks_at_results: Whether to find results of frozen layers, too, and whether they could be stored and split.
+        splits_backward: Whether to time backwards of inputs only, too, and in halves, for schedules that split.
     """
 
     module: nn.Module
@@ -199,7 +198,7 @@ class Subject:
 
     def _rounds(self) -> tuple[Rounds, list[KeptBytes], Splits]:
         repeats, saved = self.repeats, dict[int, list[int]]()
-        known = [*self.module.parameters(), *self.module.buffers()]
+        tensors = [*self.module.parameters(), *self.module.buffers()]
         scratch = scratch_gradients(self.module, self.graph.trained)
         with self._interception() as interception, scratch:
             start_s = time.perf_counter()
@@ -211,7 +210,7 @@ class Subject:
                 # A slice would count as large as the whole batch.
                 few = pytree.tree_map_only(torch.Tensor, torch.clone, self.samples(count))
                 first = StepRun(self.graph, self._clock)
-                saving = saved_bytes(first, known)
+                saving = saved_bytes(first, tensors)
                 times = first.measure(self._call_on(few), interception, "whole", saving)
                 saved[count] = first.num_saved_bytes
                 return runs * times.total_s
@@ -391,7 +390,7 @@ def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
         )
     try:
         with current(subject.place):
-            rounds, saved, split, known = _measured(subject)
+            rounds, saved, split, by_encoder = _measured(subject)
             graph = graph_of_device(subject)
     except Exception:
         pool({})  # the other ranks wait for this one
@@ -400,28 +399,28 @@ def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
         give_back(subject.place)
     rounds = pool(rounds)
     costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
-    return assemble(subject.title, subject.module, graph, costs, repeated, known, split)
+    return assemble(subject.title, subject.module, graph, costs, repeated, by_encoder, split)
 
 
 def _measured(
     subject: Subject,
 ) -> tuple[Rounds, list[KeptBytes], Seconds | None, dict[str, Encoding]]:
-    module, step, graph, known = subject.module, subject.step, subject.graph, {}
+    module, step, graph, by_encoder = subject.module, subject.step, subject.graph, {}
     with undisturbed(module):
         rounds, saved, splits = subject.run()
         if subject.looks_at_results and not subject.fits:
-            known = encodings(module, step, subject.probed, graph)
+            by_encoder = encodings(module, step, subject.probed, graph)
         elif subject.looks_at_results:  # and whether they can be stored, and split
             with placed(module, subject.place):
                 small = tree_to(subject.probed, subject.place)
                 look = found_by_running(module, step, small)
-                known = encodings(module, step, small, graph, look)
+                by_encoder = encodings(module, step, small, graph, look)
     split, groups = split_seconds(rounds, splits), equal_layers(subject.graph, subject.module)
     even = {
         count: ([averaged(t, groups) for t in whole], [averaged(t, groups) for t in inputs])
         for count, (whole, inputs) in rounds.items()
     }
-    return even, saved, split, known
+    return even, saved, split, by_encoder
 
 
 def graph_of_device(subject: Subject) -> LayerGraph:

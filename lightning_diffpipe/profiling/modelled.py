@@ -64,8 +64,8 @@ class DeviceModel:
 
     Attributes:
         peak_flops: Peak FLOP/s of dense matrix products, by name of the type.
-        bandwidth_bytes_per_s: Of its memory.
-        latency_s: Of starting a kernel, while kernels before it still run.
+        bandwidth_bytes_per_s: Bandwidth of its memory.
+        latency_s: Seconds to start a kernel, while kernels before it still run.
         efficiency: Share of the peak that is reached: "matmul", "convolution", "attention" of the FLOP/s, "memory"
             of the bandwidth.
     """
@@ -294,10 +294,10 @@ def peak_of_name(name: str, precision: str) -> float | None:
     words = set(re.findall("[a-z0-9]+", name.lower()))
     if words & _OTHERS:
         return None
-    known = next((DEVICES[key] for wanted, key in _BY_WORDS if words.issuperset(wanted)), None)
-    if known is None:
+    model = next((DEVICES[key] for parts, key in _BY_WORDS if words.issuperset(parts)), None)
+    if model is None:
         return None
-    return known.peak_of(_DTYPES.get(precision.split("-")[0], torch.float32))
+    return model.peak_of(_DTYPES.get(precision.split("-")[0], torch.float32))
 
 
 _NUM_PROBED_SAMPLES = 2
@@ -340,8 +340,8 @@ def modelled(
         with interception.installed(), saved_bytes(forward, known_tensors) as saved:
             forward.forward_only(partial(step, module, probed), interception)
         handed = encodings(module, step, probed, graph, seen_on_paper)
-    kept = kept_bytes({_NUM_PROBED_SAMPLES: saved})
-    costs, repeated = layer_costs(graph, rounds, kept), repeated_seconds(graph, rounds)
+    stored = kept_bytes({_NUM_PROBED_SAMPLES: saved})
+    costs, repeated = layer_costs(graph, rounds, stored), repeated_seconds(graph, rounds)
     rate = device.bandwidth_bytes_per_s * device.efficiency["memory"]
     profile = assemble(title, module, graph, costs, repeated, handed)
     return replace(profile, memory_bytes_per_s=rate)

@@ -40,7 +40,7 @@ def profile(
         module: A LightningModule, or any module together with a `step`.
         batch: A batch as `training_step` gets it, on the host or the device.
         step: Module and batch to loss; `training_step` if not given.
-        device: Where to measure; where the module is, if not given.
+        device: Device to measure on; the module's own, if not given.
         sample_counts: Numbers of samples to measure; 1, 2, 4, ... up to half of the batch if not given.
         repeats: Timed runs at each number; as many as fit into `budget_s` if not given.
         budget_s: Seconds to spend, about.

@@ -47,16 +47,16 @@ def placeable(device: torch.device | str) -> torch.device:
     """Returns a device as tensors name it, a GPU with its number; raises ConfigurationError if there is none."""
     count = torch.cuda.device_count()
     try:
-        found = torch.device(device)
-        if found.type == "cuda" and (found.index or 0) >= count:
+        place = torch.device(device)
+        if place.type == "cuda" and (place.index or 0) >= count:
             raise RuntimeError(f"torch sees {count} GPUs")
     except RuntimeError as error:
         raise ConfigurationError(
             f"device={str(device)!r} cannot be used here; take cpu, or cuda where torch sees a GPU; it sees {count}"
         ) from error
-    if found.type == "cuda" and found.index is None:
+    if place.type == "cuda" and place.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return place
 
 
 @contextlib.contextmanager
@@ -88,8 +88,8 @@ def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
 def _moved(module: nn.Module, device: torch.device) -> Iterator[None]:
     parameters = [(p, p.data, p.device) for p in module.parameters() if p.device != device]
     others = dict[Any, nn.Parameter]()
-    held = [(m._buffers, dict(m._buffers)) for m in module.modules()]
-    held += [(m.__dict__, own) for m, own in own_tensors(module.modules())]
+    dicts = [(m._buffers, dict(m._buffers)) for m in module.modules()]
+    dicts += [(m.__dict__, tensors) for m, tensors in own_tensors(module.modules())]
     # `_device` is what `LightningModule.device` answers.
     devices = [(m, m.__dict__["_device"]) for m in module.modules() if "_device" in m.__dict__]
     try:
@@ -97,7 +97,7 @@ def _moved(module: nn.Module, device: torch.device) -> Iterator[None]:
             if (other := moved(parameter, device)) is not parameter:
                 others[parameter] = other
         replace_parameters(module, others)
-        for attributes, values in held:
+        for attributes, values in dicts:
             attributes.update(tree_to(values, device))
         for owner, _ in devices:
             owner.__dict__["_device"] = device
@@ -108,7 +108,7 @@ def _moved(module: nn.Module, device: torch.device) -> Iterator[None]:
             if parameter not in others:
                 parameter.data = value
                 move_scales(parameter, place)
-        for attributes, values in held:
+        for attributes, values in dicts:
             attributes.update(values)
         for owner, before in devices:
             owner.__dict__["_device"] = before

@@ -25,7 +25,7 @@ Stages after the first run the glue at the top of the step again, with dummies: 
 further down that later stages pass on their way to their own first layer.
 
 Every rank times the same layers on its own device, reduces its runs to medians, and the median over ranks counts.
-Medians of layers add up to less than a step, whose disturbances lie in another layer each time (6 to 8 % of a
+Medians of layers add up to less than a step, whose disturbances are in another layer each time (6 to 8 % of a
 backward were missing), so they are scaled to what steps take.
 """
 
@@ -77,7 +77,7 @@ class StepTimes:
 
 
 Rounds = Mapping[int, tuple[Sequence[StepTimes], Sequence[StepTimes]]]
-"""Steps by sample count: with whole backward, and with that of inputs only, of which there may be none."""
+"""Times of steps by sample count: with whole backward, and with that of inputs only, of which there may be none."""
 
 
 def forward_s(graph: LayerGraph, times: StepTimes) -> list[float]:
@@ -113,7 +113,7 @@ def backward_s(graph: LayerGraph, times: StepTimes) -> list[float]:
 
 
 def _inside_frozen_container(graph: LayerGraph, index: int) -> bool:
-    """Returns whether layer `index` and the one before it lie in one container of frozen layers only."""
+    """Returns whether layer `index` and the one before it are in one container of frozen layers only."""
     return any(
         call.first < index < call.stop
         and all(graph.layers[i].frozen for i in range(call.first, call.stop))
@@ -311,7 +311,7 @@ class StepRun(Run):
         """Drops what is logged while measuring."""
 
     def checkpoints_layers(self) -> bool:
-        """Returns whether a checkpoint called now lies around layers."""
+        """Returns whether a checkpoint called now would enclose layers."""
         return not self._inside
 
     def _check(self) -> None:
@@ -352,15 +352,15 @@ def kept_bytes(by_count: Mapping[int, Sequence[int]]) -> list[KeptBytes]:
         [KeptBytes(per_sample=10.0, per_microbatch=100.0), KeptBytes(per_sample=10.0, per_microbatch=0.0)]
     """
     few, many = min(by_count), max(by_count)
-    kept = []
+    per_layer = []
     # A line through both points, or one above it where it would leave the positive.
     for a, b in zip(by_count[few], by_count[many], strict=True):
         if b * few >= a * many:  # also where there is one point only
-            kept.append(KeptBytes(b / many))
+            per_layer.append(KeptBytes(b / many))
         else:
             per_sample = max((b - a) / (many - few), 0.0)
-            kept.append(KeptBytes(per_sample, a - few * per_sample))
-    return kept
+            per_layer.append(KeptBytes(per_sample, a - few * per_sample))
+    return per_layer
 
 
 @contextlib.contextmanager
@@ -445,8 +445,8 @@ class OneByOneRun(StepRun):
             parameters = [p for p in site.module.parameters() if p.requires_grad]
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
-            known = [*site.module.parameters(), *site.module.buffers()]
-            with saved_bytes(self, known) as saved:
+            state = [*site.module.parameters(), *site.module.buffers()]
+            with saved_bytes(self, state) as saved:
                 out = self._seeded(site, *_written(_leaves(arguments)))
             self.num_saved_bytes[self.position] += sum(saved)
             for _ in range(self._repeats + 1):
@@ -466,9 +466,9 @@ class OneByOneRun(StepRun):
     def _timed(self, site: Site, arguments: Any, backward: str) -> tuple[float, float]:
         """Returns seconds of one forward and one backward."""
         clock = self._clock
-        own = _leaves(arguments)
-        leaves = [t for t in pytree.tree_leaves(own) if _wants_gradient(t)]
-        args, kwargs = _written(own)
+        inputs = _leaves(arguments)
+        leaves = [t for t in pytree.tree_leaves(inputs) if _wants_gradient(t)]
+        args, kwargs = _written(inputs)
         clock.settle()
         start = clock.stamp()
         out = self._seeded(site, args, kwargs)

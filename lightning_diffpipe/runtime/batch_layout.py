@@ -71,10 +71,10 @@ def num_samples(batch: Any, form: BatchForm | ModuleSplit | None = None) -> int:
                 f"{where} is a nested tensor, which cannot be cut into microbatches; pad it to one length "
                 "(torch.nested.to_padded_tensor), and give the lengths or a mask besides"
             )
-        given = "dict(...) of it" if isinstance(leaf, Mapping) else "a dict, list or tuple"
+        container = "dict(...) of it" if isinstance(leaf, Mapping) else "a dict, list or tuple"
         raise ConfigurationError(
             f"{where} is a {type(leaf).__name__}, whose tensors cannot be cut into microbatches, as "
-            f"torch.utils._pytree does not know the type; give {given}, "
+            f"torch.utils._pytree does not know the type; give {container}, "
             "or register a dataclass with torch.utils._pytree.register_dataclass"
         )
     sizes = sample_counts(batch)
@@ -116,7 +116,7 @@ def split(
         batch: Any nesting of dicts, lists, tuples and dataclasses known to pytree.
         sizes: Samples of each microbatch; they add up to the samples of the batch, by which one knows
             the parts that have one entry per sample.
-        form: That of the batch the run was planned with, which is surer than a small one; or how the
+        form: Form of the batch the run was planned with, which is surer than a small one; or how the
             module cuts it.
 
     Returns:
@@ -196,7 +196,7 @@ class BatchLayout:
         mesh: This rank's place and groups.
         seed: Seed of the run; with it all random numbers of a step are derived.
         group_size: Samples on which frozen layers run at a time; `None` chooses.
-        num_encoding: So many ranks of the pipeline encode, the last ones; `None` for all.
+        num_encoding: Number of ranks of the pipeline that encode, the last ones; `None` for all.
     """
 
     root: nn.Module
@@ -257,7 +257,7 @@ class BatchLayout:
         )
 
     def still_takes_its_forms(self, step: StepWork) -> bool:
-        """Returns whether a step that was laid out before it was due takes the forms that it took then."""
+        """Returns whether a step that was laid out in advance takes the forms that it took then."""
         return all(
             self.steps.of(work.call.batch, work.seed, work.call.arguments, work.index == 0).graph
             is work.partitioned.graph
@@ -328,8 +328,8 @@ class BatchLayout:
         schedule = prefix_frozen(schedule, parts, encoded=groups is not None)
         rank, keys, due = self.mesh.local_rank, partial(map, message_key), None
         if self.mesh.backend == "nccl":
-            lowered, found = lower_for_devices(schedule)
-            due = {at: list(keys(receives)) for at, receives in found[rank].items()}
+            lowered, awaited = lower_for_devices(schedule)
+            due = {at: list(keys(receives)) for at, receives in awaited[rank].items()}
         else:
             lowered = lower(schedule)
         programs = tuple((*program, ShareResults()) for program in lowered.programs)

@@ -23,7 +23,7 @@ layer (`graph/frozen.py`). At each wait it goes on, layer by layer, for as long 
   so it puts as many layers before the wait as took its time in the steps before.
 
 Both need two numbers, learnt while training (`FillingTimes`): how long each layer takes, and how long each
-wait lasts. What is left of a batch is done when that batch is due. None of this changes any result: which samples a
+wait lasts. What is left of a batch is done when its step begins. None of this changes any result: which samples a
 layer runs on together is fixed beforehand.
 
 Source:
@@ -72,9 +72,9 @@ class FrozenWork:
         parts: All parts of the batch, those of other ranks too.
         group_size: Samples on which a layer runs at a time; `None` for a microbatch at a time.
         works: The microbatches of the step.
-        placement: Which rank runs which stage.
+        placement: Ranks of each stage.
         local_rank: This rank's position in its pipeline.
-        device: Where results live.
+        device: Device of the results.
         ran: Stamps between which this rank encoded in bubbles.
     """
 
@@ -159,8 +159,8 @@ class FrozenWork:
             for stage, reader in self._readers(part):
                 if reader == self.local_rank:
                     pieces[part.microbatch, stage][part.start] = self._rows(part, stage)
-        for (microbatch, stage), found in pieces.items():
-            work, ordered = self.works[microbatch], [found[start] for start in sorted(found)]
+        for (microbatch, stage), by_start in pieces.items():
+            work, ordered = self.works[microbatch], [by_start[start] for start in sorted(by_start)]
             work.frozen[stage] = join_samples(work.partitioned.graph, ordered)
         self._arriving.clear()
         self._results.clear()
@@ -186,17 +186,17 @@ class FrozenWork:
     def _rows(self, part: EncodePart, stage: int) -> dict[TensorKey, Tensor]:
         """Returns this part's own rows of its results."""
         graph = self.works[part.microbatch].partitioned.graph
-        own = {}
+        own_rows = {}
         for key in self._keys(part, stage):
             tensor, rows = self._results[part.index][key], graph.spec(key).rows
             if rows and tensor.shape[0] != rows * part.num_samples:
                 tensor = tensor[rows * part.start : rows * part.stop]
-            own[key] = tensor
-        return own
+            own_rows[key] = tensor
+        return own_rows
 
 
 class FillingTimes:
-    """How long layers and waits take, learnt from the steps before, as long as training lives.
+    """Seconds of layers and waits, measured in earlier steps of the training.
 
     On a GPU the answers come later: stamps are read once the device has passed them. The mode, see the file's head,
     says what is expected of a wait that was not measured.
@@ -273,7 +273,7 @@ class Filler:
         self._waits.append((wait, start, filled))
 
     def finish(self, frozen: FrozenWork, recording: Recording) -> None:
-        """Runs what is left of a batch that is due; nothing if it was never added."""
+        """Runs the rest of the frozen work of a batch that is needed now; nothing if it was never added."""
         if not self._works or self._works[0].frozen is not frozen:
             return
         work = self._works[0]
@@ -289,19 +289,19 @@ class Filler:
         self._times.read()
 
     def drop_first(self) -> None:
-        """Gives up the frozen work of the batch that comes first."""
+        """Discards the frozen work of the next batch."""
         work = self._works.popleft()
         if work.run is not None:
             work.run.cancel()
 
     def cancel(self) -> None:
-        """Gives up all work."""
+        """Discards all work."""
         while self._works:
             self.drop_first()
         self._waits.clear()
 
     def _go_on(self, work: _Work, goes_on: Callable[[str], bool], recording: Recording) -> bool:
-        """Runs the part at hand; says whether it has ended, rather than paused before a layer."""
+        """Runs the current part; returns whether it has ended, rather than paused before a layer."""
         times, part, start = self._times, work.todo[0], recording.stamp()
         running: list[tuple[str, Any]] = []  # the layer, and when it began
         num_layers = 0
@@ -336,7 +336,7 @@ class Filler:
 
 @dataclass
 class _Work:
-    """The frozen work of one batch, and how far it is; what is postponed runs when the batch is due."""
+    """The frozen work of one batch, and its progress; what is postponed runs when the batch is needed."""
 
     frozen: FrozenWork
     todo: list[int]
@@ -349,7 +349,7 @@ class _Work:
 
 
 class _Limit:
-    """How far a wait may be filled."""
+    """Limit up to which a wait may be filled."""
 
     def __init__(
         self, times: FillingTimes, wait: Instruction, is_ready: Callable[[], bool]

@@ -35,13 +35,13 @@ from lightning_diffpipe.runtime.upcoming import Filling, PreparedBatches, Upcomi
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves besides gradients.
+    """Results of a step besides gradients.
 
     Attributes:
         loss: Mean loss over the samples of the pipeline's batch; a scalar, equal on all its ranks.
-        logged: What the user's step logged, combined over microbatches as `reduce_fx` says.
+        logged: Metrics that the user's step logged, combined over microbatches as `reduce_fx` says.
         num_samples: Samples of the pipeline's batch.
-        recording: When this rank ran what.
+        recording: Start and stop of the instructions of this rank.
         alarm: A rank of the pipeline gave one.
         batch_index: Number of the batch, where it is not that of the step.
     """
@@ -62,11 +62,11 @@ class Engine:
         reducer: Sums gradients.
         check_finite: Look for NaN and infinity at stage boundaries.
         transport: Carries messages; made from the mesh if not given.
-        image: Draws a schedule with a mark where a rank waits, for the error of a timeout.
+        image: Callback that draws a schedule with a mark where a rank waits, for the error of a timeout.
 
     Attributes:
-        layout: As given; with the schedule, the cut steps, and this rank's place.
-        reducer: As given.
+        layout: The schedule, the cut steps, and this rank's place.
+        reducer: Sums of gradients over ranks.
         executor: Runs this rank's programs.
     """
 
@@ -211,7 +211,7 @@ class Engine:
             self.layout.steps.stream.close()
 
     def _follow(self, step: StepWork) -> None:
-        """Says to the transport which messages there will be, and what each of them confirms."""
+        """Announces the messages to the transport, and what each of them confirms."""
         self._transport.follow(step.schedule.num_stages, *step.messages)
 
     def _share_results(self, works: Sequence[MicrobatchWork]) -> PendingWork | None:

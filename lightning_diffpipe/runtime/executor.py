@@ -48,7 +48,7 @@ class PendingWait:
     """A rank at a wait.
 
     Attributes:
-        instruction: What it stands at.
+        instruction: The instruction it is at.
         is_ready: Returns whether it could go on at once.
     """
 
@@ -64,16 +64,16 @@ class Executor:
         local_rank: This rank's position in its pipeline.
         runner: Forwards and backwards of the stages it holds.
         transport: Carries the messages.
-        start_reduction: Begins to sum gradients over the ranks that hold the same parameters; `None` if
+        start_reduction: Callback that begins to sum gradients over the holders of each parameter; `None` if
             there is nothing to wait for.
-        gather_ends: Begins to bring what the loss reads of several chains to one rank; `None` likewise.
-        share_results: Begins to bring loss and metrics of the microbatches to all ranks; `None` likewise.
-        clock: Stamps the measured timeline.
-        recording: When the instructions of the running, or last, program ran.
+        gather_ends: Callback that begins to bring what the loss reads of several chains to one rank; or `None`.
+        share_results: Callback that begins to bring loss and metrics to all ranks; or `None`.
+        clock: Clock of the measured timeline.
+        recording: Start and stop of the instructions of the running, or last, program.
         position: The instruction it stands at.
-        flushes: Nothing is under way when a program has ended.
-        update: Steps the optimizers, whose gradients are those of a batch of which this is the last microbatch.
-        stream: Has the weights of streamed layers, of which the program tells the order.
+        flushes: Whether nothing is under way when a program has ended.
+        update: Callback that steps the optimizers, with the gradients of a batch that ends with this microbatch.
+        stream: Weights of streamed layers, of which the program tells the order.
     """
 
     local_rank: int
@@ -192,11 +192,11 @@ def run_alone(
 
     Args:
         executor: This rank.
-        program: Its instructions.
+        program: Instructions of this rank.
         works: The microbatches.
         frozen: The frozen parts.
         filler: Frozen work of coming batches; what it has of this one is done first.
-        image: Draws the plan with a mark at an instruction, for the error of a timeout.
+        image: Callback that draws the plan with a mark at an instruction, for the error of a timeout.
 
     Raises:
         PipelineTimeoutError: A message did not come in time; names the instruction, and shows where

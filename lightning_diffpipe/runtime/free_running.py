@@ -49,8 +49,8 @@ class WeightVersions:
     object and gets other memory, so that whoever holds it holds the right version.
 
     Args:
-        parameters: What is trained here.
-        delay: By how many steps the weights of a batch are older than its number.
+        parameters: Trained parameters of this rank.
+        delay: Number of steps by which the weights of a batch are older than its number.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], delay: int) -> None:
@@ -116,8 +116,8 @@ class FreeRunningEngine(Engine):
     Args:
         layout: Lays batches out; one stage on each rank.
         reducer: Sums gradients over pipelines side by side.
-        parameters: What is trained here.
-        staleness: By how many batches the weights are older than a batch that this rank runs with them.
+        parameters: Trained parameters of this rank.
+        staleness: Number of batches by which weights are older than a batch that this rank runs with them.
         check_finite: Look for NaN and infinity at stage boundaries.
         transport: Carries messages; made from the mesh if not given.
 
@@ -164,13 +164,13 @@ class FreeRunningEngine(Engine):
     def advance(
         self, batch: Any, batch_index: int, arguments: tuple[Any, ...] = (), alarm: bool = False
     ) -> list[StepResult]:
-        """Forwards a batch, takes back what is due, and steps the optimizers after it.
+        """Forwards a batch, returns the results that have arrived, and steps the optimizers after it.
 
         Args:
             batch: This pipeline's batch, on this rank's device.
             batch_index: Number of the batch since training began; seeds its random numbers.
             arguments: Further arguments of the step.
-            alarm: What this rank wants all ranks of the pipeline to hear of, with this batch's results.
+            alarm: Whether this rank raises one, which all ranks of the pipeline learn with this batch's results.
 
         Returns:
             Results of batches before, or of this one, that all ranks know by now; none while the pipeline fills.
@@ -234,7 +234,7 @@ class FreeRunningEngine(Engine):
         self.versions.forget()
 
     def close(self) -> None:
-        """Gives back tensors that outlive a step."""
+        """Frees tensors that outlive a step."""
         self.end_drain()
         self._under_way.clear()
         self._results.clear()
@@ -244,7 +244,7 @@ class FreeRunningEngine(Engine):
         """Leaves it at what is said of the loop."""
 
     def _follow_loop(self) -> None:
-        """Says which of the messages that this rank sent another one confirms, wherever in the loop."""
+        """Returns which of the messages that this rank sent another one confirms, wherever in the loop."""
         schedule, ring, rank = self.layout.schedule, self._ring, self.layout.mesh.local_rank
         looped = lower(unrolled(schedule, 3 * ring // self._per_batch))
         confirmed = {

@@ -106,7 +106,7 @@ class OptimizerSharding:
         def after(*_: Any) -> None:
             for parameter, gradient in zip(foreign, set_aside, strict=True):
                 parameter.grad = gradient
-            self._send_on(named)
+            self._send_updates(named)
 
         first = optimizer.register_step_pre_hook(before)
         last = optimizer.register_step_post_hook(after)
@@ -118,14 +118,14 @@ class OptimizerSharding:
         return detach
 
     @torch.no_grad()
-    def _send_on(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Gives stepped parameters to all ranks that hold them.
+    def _send_updates(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Sends updated parameters to all ranks that hold them.
 
-        Those of holders none of whose parameters has a gradient, which they agree on, stay: without a flush
-        Lightning's own steps have none, and forwards under way need the weights.
+        Nothing is sent among ranks that share parameters of which none has a gradient, which all of them know:
+        without a flush Lightning's own steps have none, and forwards under way need the weights.
         """
-        stepped = {self._holders[name] for name, p in named.items() if p.grad is not None}
-        shared = {n: h for n in named if len(h := self._holders[n]) > 1 and h in stepped}
+        updated = {self._holders[name] for name, p in named.items() if p.grad is not None}
+        shared = {n: h for n in named if len(h := self._holders[n]) > 1 and h in updated}
         routes = {name: (self.ranks[name], *ranks) for name, ranks in shared.items()}
         under_way: deque[tuple[Work, Tensor, list[nn.Parameter]]] = deque()
 
@@ -180,7 +180,7 @@ def steps_apart(optimizer: Optimizer) -> bool | None:
     of no parameter in particular, must come out the same to the last bit.
 
     Returns:
-        None if that does not tell: copies cannot be stepped, or draw random numbers.
+        None if that does not tell: copies cannot take a step, or sample random numbers.
     """
     return same_steps(optimizer, with_others=False)
 
@@ -234,8 +234,8 @@ def _stepped(
     trial = object.__new__(type(optimizer))
     # A deep copy of the optimizer itself has groups and states only. Its own `step` is a scheduler's, and steps the
     # original.
-    kept = {name: value for name, value in vars(optimizer).items() if name != "step"}
-    vars(trial).update(copy.deepcopy(kept, small))
+    attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    vars(trial).update(copy.deepcopy(attributes, small))
     trial._optimizer_step_pre_hooks = OrderedDict()
     trial._optimizer_step_post_hooks = OrderedDict()
     others = {id(parameter): nn.Parameter(parameter.detach().clone()) for parameter in observed}
@@ -257,13 +257,13 @@ def _stepped(
             closure()
             trial.step(closure)
         detach()
-    known = list[Any]()
+    values = list[Any]()
     for each in optimizers:
-        known += [each.state.get(parameter) for parameter in observed]
-        known += [{**group, "params": None} for group in each.param_groups]
-        own = vars(each).items()
-        known += [v for n, v in own if n not in ("state", "param_groups") and not _holds(v)]
-    return [parameter.detach() for parameter in observed] + pytree.tree_leaves(known)
+        values += [each.state.get(parameter) for parameter in observed]
+        values += [{**group, "params": None} for group in each.param_groups]
+        entries = vars(each).items()
+        values += [v for n, v in entries if n not in ("state", "param_groups") and not _holds(v)]
+    return [parameter.detach() for parameter in observed] + pytree.tree_leaves(values)
 
 
 @torch.no_grad()
@@ -273,11 +273,11 @@ def _give_gradients(
     others: Iterable[nn.Parameter],
     with_others: bool,
 ) -> float:
-    """Gives parameters gradients that depend on where they are, as whoever looks ahead shall see."""
-    for index, (one, other) in enumerate(zip(observed, others, strict=True)):
-        slope = torch.linspace(-1, index + 2, one.numel(), device=one.device)
-        slope = slope.view_as(one).to(one.dtype)
-        one.grad = scale * (one + slope)
+    """Sets gradients that depend on the values of parameters, so that optimizers which look ahead are noticed."""
+    for index, (parameter, other) in enumerate(zip(observed, others, strict=True)):
+        slope = torch.linspace(-1, index + 2, parameter.numel(), device=parameter.device)
+        slope = slope.view_as(parameter).to(parameter.dtype)
+        parameter.grad = scale * (parameter + slope)
         other.grad = scale * (other - slope) if with_others else None
     return 1.0
 

@@ -1,4 +1,4 @@
-"""Who holds what of a module that is cut, and one ordinary state dict of it, and back.
+"""Owners of the parts of a module that is cut, and its conversion to one ordinary state dict and back.
 
 A rank holds the parameters of its own stages, and those of all frozen layers if it encodes. The first rank of a
 pipeline also holds what no training step reads (a VAE's decoder), for validation and sampling. State that layers
@@ -37,15 +37,15 @@ def residents_of(
 ) -> list[frozenset[str]]:
     """Returns names of the parameters held at each position of a pipeline; its last `num_encoding` ranks encode."""
     frozen, first = pieces.frozen.parameters, placement.num_ranks - num_encoding
-    held = [
+    residents = [
         (frozen if local >= first else frozenset()).union(
             *(pieces.stages[stage].parameters for stage in placement.stages_of(local))
         )
         for local in range(placement.num_ranks)
     ]
     read = frozen.union(*(stage.parameters for stage in pieces.stages))
-    held[0] |= {name for name, _ in module.named_parameters() if name not in read}
-    return held
+    residents[0] |= {name for name, _ in module.named_parameters() if name not in read}
+    return residents
 
 
 def held_for_all_batches(
@@ -58,7 +58,7 @@ def held_for_all_batches(
 
     Args:
         module: The module, whole.
-        graph: Its layers.
+        graph: Layers of the module.
         pieces: The layers cut.
         between: Further parameters that the code between layers may read.
     """
@@ -68,16 +68,16 @@ def held_for_all_batches(
         prefixes = tuple(f"{layer.name}." for layer in layers)
         return frozenset(name for name in named if name.startswith(prefixes))
 
-    own = lambda stage: inside(graph.layers[i] for i in stage.layers)
-    frozen = replace(pieces.frozen, parameters=pieces.frozen.parameters | own(pieces.frozen))
-    stages = tuple(replace(s, parameters=s.parameters | own(s) | between) for s in pieces.stages)
+    names = lambda stage: inside(graph.layers[i] for i in stage.layers)
+    frozen = replace(pieces.frozen, parameters=pieces.frozen.parameters | names(pieces.frozen))
+    stages = tuple(replace(s, parameters=s.parameters | names(s) | between) for s in pieces.stages)
     more = between | inside(layer for layer in graph.layers if layer.carries_gradient)
     trained = graph.trained | {name for name in more if named[name].requires_grad}
     return replace(graph, trained=trained), replace(pieces, frozen=frozen, stages=stages)
 
 
 def in_no_layer(module: nn.Module, graph: LayerGraph) -> frozenset[str]:
-    """Returns names of the parameters that lie in no layer, and in no module that is called."""
+    """Returns names of the parameters that are in no layer, and in no module that is called."""
     layers = tuple(f"{name}." for name in (*graph.layer_names, *graph.watched))
     return frozenset(n for n, _ in module.named_parameters() if not n.startswith(layers))
 
@@ -106,7 +106,7 @@ def owners_of(
     owners = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         original = canonical[id(parameter)]
-        holders = [local for local, held in enumerate(residents) if original in held]
+        holders = [local for local, names in enumerate(residents) if original in names]
         if len(holders) < len(residents):
             owners[name] = holders[0]
     if len(residents) == 1:
@@ -183,22 +183,22 @@ def collect(state: Mapping[Any, Any], owners: Mapping[Any, int], mesh: Mesh) -> 
     of_world = max(owners.values(), default=0) >= mesh.layout.ranks_per_pipeline
     if mesh.pipeline != 0 and not of_world:
         return {}
-    own = {key: value for key, value in state.items() if owners.get(key, 0) == mesh.rank}
+    entries = {key: value for key, value in state.items() if owners.get(key, 0) == mesh.rank}
     # Shapes and types. A tensor of a class of its own comes with its content, on the host: whoever unpickles one of
     # a GPU puts it there, on a card that may be full.
     outlines = mesh.on_first(
         pytree.tree_map_only(
             Tensor,
             lambda x: torch.empty_like(x, device="meta") if _is_plain(x) else x.detach().cpu(),
-            own if mesh.rank else {},
+            entries if mesh.rank else {},
         ),
         of_world,
     )
     if mesh.rank != 0:
-        for value in filter(_is_plain, pytree.tree_leaves(own)):
+        for value in filter(_is_plain, pytree.tree_leaves(entries)):
             mesh.send_to_first(as_bytes(_on_host(value)), of_world)
         return {}
-    whole: dict[Any, Any] = pytree.tree_map(_on_host, own)
+    whole: dict[Any, Any] = pytree.tree_map(_on_host, entries)
     for owner, outline in enumerate(outlines[1:], start=1):
         received = partial(_received, owner=owner, mesh=mesh, of_world=of_world)
         whole |= pytree.tree_map_only(_is_plain, received, outline)
@@ -211,7 +211,7 @@ def owners_of_state(
     """Returns owners of the entries of a state dict that may call parameters otherwise than their module.
 
     Args:
-        state: What the module's `state_dict()` gave, perhaps overridden to leave out or rename entries.
+        state: Result of the module's `state_dict()`, perhaps overridden to leave out or rename entries.
         module: The module.
         owners: As for `collect`, by the module's own names.
 
@@ -224,14 +224,14 @@ def owners_of_state(
         **dict(module.named_buffers()),
     }
     by_memory = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
-    found = {}
+    owners_by_key = {}
     for key, value in state.items():
         name = key
         if key not in tensors and isinstance(value, Tensor):
             name = by_memory.get(value.data_ptr(), key)
         if name in owners:
-            found[key] = owners[name]
-    return found
+            owners_by_key[key] = owners[name]
+    return owners_by_key
 
 
 def spread(
@@ -249,8 +249,8 @@ def spread(
     """
     for name, owner in owners.items():
         tensor = tensors[name]
-        own = mesh.local_rank == owner
-        value = _on_host(tensor) if own else torch.empty(tensor.shape, dtype=tensor.dtype)
+        is_owner = mesh.local_rank == owner
+        value = _on_host(tensor) if is_owner else torch.empty(tensor.shape, dtype=tensor.dtype)
         mesh.broadcast(as_bytes(value), owner)
         yield name, value
 
@@ -268,12 +268,12 @@ def take_over(
     Raises:
         CheckpointError: Names are missing or unknown, or shapes differ.
     """
-    own = module.state_dict()
-    refuse_misfit(state, own, strict)
+    target = module.state_dict()
+    refuse_misfit(state, target, strict)
     with torch.no_grad():
-        for name in _common_tensors(state, own):
+        for name in _common_tensors(state, target):
             if name in resident or owners.get(name, mesh.local_rank) == mesh.local_rank:
-                own[name].copy_(state[name])
+                target[name].copy_(state[name])
 
 
 def refuse_misfit(state: Mapping[str, Any], own: Mapping[str, Any], strict: bool) -> None:

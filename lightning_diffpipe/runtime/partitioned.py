@@ -2,8 +2,8 @@
 
 One probe does not see all: the last batch of an epoch is smaller, images come in several sizes, and coins choose
 which layers a step calls. A signature, or a form, that was not seen before is probed then, and cut so that every
-layer runs where its weights lie: weights never move. A form with more calls than the planned one gets stages before
-it.
+layer runs on a rank that holds its weights: weights never move. A form with more calls than the planned one gets
+stages before it.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ class PartitionedStepCache:
         root: The module.
         step: The user's step.
         graph: The graph that was planned with.
-        positions: Where its path is cut.
+        positions: Positions of its path before which it is cut.
         placement: Ranks of the stages.
         local_rank: This rank's position.
         interception: The installed wrappers.
-        device: Where this rank computes.
+        device: Device of this rank.
         known: Graphs of other signatures and forms, made while all parameters had values.
-        trials: What trials of the step before training found: the form that was planned with, whether microbatches
+        trials: Findings of trials of the step before training: the form that was planned with, whether microbatches
             of one batch may take several (else the first stands for all), and, if there were some, that the code
             after the last layer runs on NaN.
-        forms: Those that are known, if there are several.
+        forms: Known call sequences, if there are several.
         recomputed: See `View`.
         stream: See `View`; None if the plan streams no layer of this rank.
     """
@@ -106,7 +106,7 @@ class PartitionedStepCache:
 
     def _add(self, graph: LayerGraph, form: StepForm | None = None) -> LayerGraph:
         graphs = self._graphs.setdefault(graph.signature, {})
-        same = (known for known in graphs.values() if known.digest == graph.digest)
+        same = (earlier for earlier in graphs.values() if earlier.digest == graph.digest)
         return graphs.setdefault(form or graph.layer_names, next(same, graph))
 
     @property
@@ -116,7 +116,7 @@ class PartitionedStepCache:
 
     @property
     def form(self) -> BatchForm | ModuleSplit | None:
-        """That of the batch that was planned with."""
+        """Form of the batch that was planned with."""
         return self.graph.form
 
     def of(
@@ -126,13 +126,12 @@ class PartitionedStepCache:
 
         Args:
             microbatch: A part of a batch.
-            seed: Seeds what the step draws between layers for it, coins above all.
+            seed: Seed of what the step samples between layers for it, coins above all.
             arguments: Further arguments of the step.
-            is_first: Of its batch.
+            is_first: Whether it is the first of its batch.
 
         Raises:
-            GraphError: With these sizes the step calls layers that nobody holds, or it needs values that are
-                not here.
+            GraphError: With these sizes the step calls layers that nobody holds, or needs values of other ranks.
         """
         key = batch_signature(microbatch)
         if key not in self._graphs:
@@ -180,8 +179,8 @@ class PartitionedStepCache:
                 raise GraphError(too_many_forms(MOST_FORMS + 1))
             self._forms[key].append(form)
         names = names_of(form)
-        known = form if form.reads else names
-        if known not in self._graphs[key]:
+        sequence = form if form.reads else names
+        if sequence not in self._graphs[key]:
             with untouched(self.root), generators_preserved(self.root):
                 _, exemplar = self._views[key].exemplar(call, seed, call.arguments)
             graph = self._probed(key, call.batch, exemplar.of_step(self.step))
@@ -191,7 +190,7 @@ class PartitionedStepCache:
                     f"it drew, {other_calls(names, graph.layer_names)}"
                 )
             self._add(graph, form if form.reads else None)
-        return self._graphs[key][known]
+        return self._graphs[key][sequence]
 
     def _probed(self, key: str, microbatch: Any, step: Step) -> LayerGraph:
         try:
@@ -270,7 +269,7 @@ class PartitionedStepCache:
         return replace(calls, placement=replace(calls.placement, no_grad=no_grad))
 
     def _cut(self, graph: LayerGraph, calls: PlacedCalls) -> Cut | None:
-        """Returns a graph, cut for the stages of placed calls, if each layer fits where its weights lie."""
+        """Returns a graph, cut for the stages of placed calls, if each layer is on a rank with its weights."""
         placement = calls.placement
         if graph.path_names == calls.names:
             return cut_for(graph, calls.positions, placement)
@@ -311,7 +310,7 @@ class PlacedCalls:
 
     @property
     def positions(self) -> list[int]:
-        """Where the calls are cut."""
+        """Positions of the path before which the calls are cut."""
         return [bisect_left(self.stage_of, s) for s in range(1, self.placement.num_stages)]
 
     def extended(self, names: Sequence[str]) -> PlacedCalls | None:
@@ -325,20 +324,20 @@ class PlacedCalls:
             >>> calls.extended("abab").placement.stage_ranks
             ((0,), (1,), (0,), (1,))
         """
-        held, stages = defaultdict[str, set[tuple[int, ...]]](set), list[int]()
+        ranks_by_name, stages = defaultdict[str, set[tuple[int, ...]]](set), list[int]()
         for name, stage in zip(self.names, self.stage_of, strict=True):
-            held[name].add(self.placement.stage_ranks[stage])
+            ranks_by_name[name].add(self.placement.stage_ranks[stage])
         stage_ranks = [*reversed(self.placement.stage_ranks)]  # counted from the end
         at, now, last = len(self.names) - 1, 0, self.placement.num_stages - 1
         for name in reversed(names):
-            if name not in held:
+            if name not in ranks_by_name:
                 return None
             if at >= 0 and self.names[at] == name:
                 now, at = last - self.stage_of[at], at - 1
-            elif stage_ranks[now] not in held[name]:
+            elif stage_ranks[now] not in ranks_by_name[name]:
                 at = -1  # from here on before all that was planned
                 now = len(stage_ranks)
-                stage_ranks.append(min(held[name]))
+                stage_ranks.append(min(ranks_by_name[name]))
             stages.append(now)
         last = len(stage_ranks) - 1
         if len(set(stages)) <= last:
@@ -357,7 +356,7 @@ def aligned(
 
     Args:
         names: Layers that the form calls, in order.
-        planned: Those of the planned form.
+        planned: Calls of the planned form.
         stage_of: Stage of every planned call.
         placement: Ranks of the stages.
 
@@ -371,9 +370,9 @@ def aligned(
     """
     last = placement.num_stages - 1
     places = [(placement.backbone_of(s), placement.stage_ranks[s]) for s in range(last + 1)]
-    held = defaultdict(set)
+    places_of = defaultdict(set)
     for name, stage in zip(planned, stage_of, strict=True):
-        held[name].add(places[stage])
+        places_of[name].add(places[stage])
     for backwards in (True, False):
         step = -1 if backwards else 1
         calls, stages = list(zip(planned, stage_of, strict=True))[::step], list[int]()
@@ -383,10 +382,10 @@ def aligned(
                 now, at = calls[at][1], at + 1
             else:
                 left = range(now, -1, -1) if backwards else range(now, last + 1)
-                found = next((s for s in left if places[s] in held[name]), None)
-                if found is None:
+                next_stage = next((s for s in left if places[s] in places_of[name]), None)
+                if next_stage is None:
                     break
-                now = found
+                now = next_stage
             stages.append(now)
         if len(stages) == len(names) and stages[::step] == sorted(stages):
             yield stages[::step]

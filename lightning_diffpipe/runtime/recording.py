@@ -1,4 +1,4 @@
-"""When a rank did what in a step: stamps now, seconds when they are read.
+"""Measured times of the instructions of a rank in a step: stamps now, seconds when they are read.
 
 On a GPU the seconds between two points are known only after the device has passed them, so a step stores
 stamps, and reading `spans` is what waits. Nobody reads them in most steps.
@@ -32,7 +32,7 @@ class Recording:
     """The stamps of one step on one rank.
 
     Attributes:
-        started_s: When the step began, on the host's clock (`time.perf_counter`).
+        started_s: Start of the step, on the host's clock (`time.perf_counter`).
     """
 
     def __init__(self, rank: int, clock: Clock) -> None:
@@ -64,9 +64,9 @@ class Recording:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """What this rank did, in the order of starts, in seconds of the host's clock.
+        """Spans of this rank, in the order of starts, in seconds of the host's clock.
 
-        A wait lasts until its message is there; pieces of frozen work (`Encode`) lie inside waits, or
+        A wait lasts until its message is there; pieces of frozen work (`Encode`) are inside waits, or
         before everything else. Read it when the step is over.
         """
         if self._stamped:

@@ -108,7 +108,7 @@ class GradientReducer:
         return gradients
 
     def restore(self, gradients: Sequence[Tensor | None]) -> None:
-        """Gives the parameters the gradients that were taken."""
+        """Restores the gradients that `take` removed from the parameters."""
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
@@ -118,8 +118,8 @@ class GradientReducer:
         """Calls hooks with the gradients of one batch, summed over all holders, and adds earlier ones.
 
         Args:
-            earlier: What `take` gave.
-            hooks: What `hooks_off` gave.
+            earlier: Gradients that `take` returned.
+            hooks: Hooks that `hooks_off` returned.
             weight: If gradients are those of a weighted sum, and shall be of a mean: the sum of the weights of this
                 pipeline; a scalar, equal on its ranks.
         """
@@ -148,12 +148,12 @@ class GradientReducer:
         device, dtype = self._mesh.device, self._mesh.number_dtype
         # GPUs sum float32 many times as fast; what is wider already may not be narrowed.
         least = torch.float64 if device.type == "cpu" else torch.float32
-        found = (p.grad for name, p in parameters.items() if name in self._counted)
-        gradients = [g.abs() if g.is_complex() else g for g in found if g is not None]
+        counted = (p.grad for name, p in parameters.items() if name in self._counted)
+        gradients = [g.abs() if g.is_complex() else g for g in counted if g is not None]
         wide = [torch.promote_types(g.dtype, least) for g in gradients]
         norms = [
-            torch.linalg.vector_norm(gradient, norm_type, dtype=own).to(dtype)
-            for gradient, own in zip(gradients, wide, strict=True)
+            torch.linalg.vector_norm(gradient, norm_type, dtype=wide_dtype).to(dtype)
+            for gradient, wide_dtype in zip(gradients, wide, strict=True)
         ]
         total = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=device)
         if math.isinf(norm_type):

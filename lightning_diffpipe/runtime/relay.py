@@ -11,7 +11,7 @@ such calls (by a container's own code, or tied weights) are broadcast by their o
 
 Of parameters that this rank has offloaded, each is loaded while a module that holds it runs, and no longer.
 
-Random numbers are those of one process: where a layer has drawn some, its owner's generators go along with its
+Random numbers are those of one process: where a layer has sampled some, its owner's generators go along with its
 output, and all ranks go on from there. Gradients stay on the rank that ran a layer: who takes them is refused.
 
 An output is any object that can be pickled, and what it is made of travels before its tensors (`comm/packing.py`).
@@ -101,8 +101,8 @@ class RelayRun(Run):
     """Answers calls while a relay view is active.
 
     Attributes:
-        owners: By the identity of a parameter, who answers for it, and its name.
-        state: By the name of a module, who keeps buffers inside it.
+        owners: Owner and name of each parameter, by its identity.
+        state: Owner of the buffers inside of each module, by the module's name.
         share: As for the view.
         inside: A module runs, or this rank calls modules by itself.
         offloads: This rank has offloaded parameters.
@@ -124,6 +124,7 @@ class RelayRun(Run):
             return self._call(site, args, kwargs)
 
     def _call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the owner's output of a module on all ranks; one with several owners is entered."""
         if self.inside:
             return site.diffpipe_original(*args, **kwargs)
         if site.name not in self._decisions:
@@ -135,19 +136,19 @@ class RelayRun(Run):
         owner, is_trained = self._decisions[site.name]
         if owner is None:
             return site.diffpipe_original(*args, **kwargs)
-        done = None
+        executed = None
         if all(is_offloaded(p) or not is_placeholder(p) for p in site.module.parameters()):
-            done = self._execute(site, args, kwargs)
-        out, state = self.share(owner, done)
-        if state is not None and done is None:
+            executed = self._execute(site, args, kwargs)
+        out, state = self.share(owner, executed)
+        if state is not None and executed is None:
             rng.restore(state)
         if not torch.is_grad_enabled():
             return out
         leaves = pytree.tree_leaves((args, kwargs))
-        given = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-        given += [torch.zeros((), requires_grad=True)] if is_trained else []
+        differentiable = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        differentiable += [torch.zeros((), requires_grad=True)] if is_trained else []
         return _without_graph(
-            out, f"{site.name}, which position {owner} of the pipeline ran", given
+            out, f"{site.name}, which position {owner} of the pipeline ran", differentiable
         )
 
     def fetched(self, parameter: Tensor) -> Tensor | None:
@@ -170,7 +171,7 @@ class RelayRun(Run):
             return None if is_placeholder(parameter) else parameter.detach()
 
     def _execute(self, site: Site, args: Any, kwargs: Any) -> tuple[Any, rng.RandomState | None]:
-        """Returns the output of a module, and where it has left the generators, if it has drawn."""
+        """Returns the output of a module, and the states of the generators after it, if it sampled."""
         self.inside, before = True, rng.capture(host=True)
         try:
             return site.diffpipe_original(*args, **kwargs), rng.moved(before)
@@ -243,7 +244,7 @@ class RelayChannel:
 
         Args:
             owner: Position of the rank that ran the layer.
-            output: Its output there; ignored elsewhere.
+            output: Output of the module there; ignored elsewhere.
 
         Returns:
             The output, tensors on this rank's device.

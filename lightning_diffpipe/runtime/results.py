@@ -55,7 +55,7 @@ class Logged:
 
     Attributes:
         name: Name of the metric.
-        value: What the whole batch of the pipeline gives: the mean over its samples, or the sum or extreme
+        value: Value of the whole batch of the pipeline: the mean over its samples, or the sum or extreme
             over its microbatches if `reduce_fx` is one.
         options: Further arguments of `self.log`; no `batch_size`, which was that of a microbatch.
     """
@@ -67,11 +67,11 @@ class Logged:
 
 @dataclass
 class _Shared:
-    """What is under way of one step.
+    """Results of one step that are being summed.
 
     Attributes:
-        works: Its microbatches.
-        own: What this rank logged in it.
+        works: Microbatches of the step.
+        own: Metrics that this rank logged in it.
         agreed: Columns of the table.
         noticed: Whether there are other names, whether there was an alarm, and which names were logged.
         table: Values and samples.
@@ -126,19 +126,19 @@ class ResultSharing:
         if alone:
             self._agreed = logged
         packed: dict[str, bytes] = {}
-        for name, own in () if alone else logged.items():
+        for name, settings in () if alone else logged.items():
             try:
-                packed[name] = pickle.dumps(own)
+                packed[name] = pickle.dumps(settings)
             except Exception as error:  # objects refuse it with errors of many types
-                given = ", ".join(f"{option}={value!r}" for option, value in own.items())
+                listed = ", ".join(f"{option}={value!r}" for option, value in settings.items())
                 raise ConfigurationError(
-                    f"self.log({name!r}, ..., {given}): these options cannot be sent to the other ranks of the "
+                    f"self.log({name!r}, ..., {listed}): these options cannot be sent to the other ranks of the "
                     f"pipeline ({type(error).__name__}: {error}). Give reduce_fx as 'mean', 'sum', 'max' or 'min', "
                     "and leave out sync_dist_group: every rank of a pipeline gets the value"
                 ) from error
         unknown = any(
-            name not in self._agreed or pickle.dumps(self._agreed[name]) != own
-            for name, own in packed.items()
+            name not in self._agreed or pickle.dumps(self._agreed[name]) != settings
+            for name, settings in packed.items()
         )
         noticed = torch.tensor(
             [int(unknown), int(alarm), *(name in logged for name in self._agreed)]
@@ -193,9 +193,9 @@ class ResultSharing:
         for row, work in enumerate(works):
             if work.loss is None:
                 continue
-            found = {columns[n]: value for n, value, _ in metrics_in(work.logged) if n in columns}
+            metrics = {columns[n]: value for n, value, _ in metrics_in(work.logged) if n in columns}
             size = _scalar(work.weight, device, dtype)
-            for column, value in sorted({0: work.loss, **found}.items(), key=itemgetter(0)):
+            for column, value in sorted({0: work.loss, **metrics}.items(), key=itemgetter(0)):
                 start = row * width + column
                 values += [zeros[end:start], _scalar(value, device, dtype)[None]]
                 samples += [zeros[end:start], size[None]]
@@ -219,8 +219,8 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def kind_of(options: dict[str, Any]) -> str:
     """Returns how microbatches are combined; what `self.log` does not know either is refused by it."""
-    given = options.get("reduce_fx", "mean")
-    name = str(getattr(given, "__name__", given)).lower()
+    reduction = options.get("reduce_fx", "mean")
+    name = str(getattr(reduction, "__name__", reduction)).lower()
     return name if name in _REDUCTIONS else "mean"
 
 
@@ -238,9 +238,9 @@ def metrics_in(logged: Iterable[tuple[str, Any, Any]]) -> list[tuple[str, Any, d
         )
         for name, value in metrics.items():
             if isinstance(value, LoggedMetric):
-                found = value.value is not None
-                of_metric = {"metric_attribute": value.attribute, "has_value": found}
-                calls.append((str(name), value.value if found else 0.0, options | of_metric))
+                has_value = value.value is not None
+                of_metric = {"metric_attribute": value.attribute, "has_value": has_value}
+                calls.append((str(name), value.value if has_value else 0.0, options | of_metric))
             else:
                 calls.append((str(name), value, options))
     return calls
@@ -263,7 +263,7 @@ class ChainEnds:
     """Brings what the loss reads of all chains to one rank.
 
     Attributes:
-        placement: Where the stages run.
+        placement: Ranks of each stage.
         local_rank: This rank's position in its pipeline.
         runner: Runs the code after the last layer.
     """

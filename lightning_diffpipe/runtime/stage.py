@@ -6,7 +6,7 @@ compute. This file turns views into the two operations a schedule knows, and bou
     forward   received tensors (from stage s-1) + frozen results  ->  tensors for stage s+1, or the loss
     backward  gradients of the tensors sent (from stage s+1)      ->  gradients of the tensors received
 
-Tensors that a later stage of the same rank reads are handed to it, and their gradients handed back. What lives
+Tensors that a later stage of the same rank reads are passed to it, and their gradients passed back. What lives
 between instructions is stored in a `Stash`: one leaves what a later one takes away, so that it is empty at the end
 of a step, and what is left over is a bug in the schedule.
 
@@ -38,10 +38,10 @@ from lightning_diffpipe.planning.schedule import Placement
 
 @dataclass(frozen=True)
 class TensorMessage:
-    """Tensors that travel together, and where they lie in the buffer that is sent.
+    """Tensors that travel together, and their places in the buffer that is sent.
 
     Attributes:
-        keys: What they are.
+        keys: Layer and output of each tensor.
         layout: Shapes, types and places.
     """
 
@@ -67,8 +67,8 @@ class PartitionedStep:
     """A callable cut into stages, for microbatches of one signature.
 
     Attributes:
-        graph: Its layers.
-        cut: Which layers each stage runs, and what crosses its boundaries.
+        graph: Layers of the step.
+        cut: Layers of each stage, and tensors that cross its boundaries.
         stage_views: The stages this rank holds.
         frozen_view: The frozen part; without layers if this form of the step calls no frozen one.
         placement: Ranks of the stages: those planned, or with more before them for a form with more calls.
@@ -111,22 +111,22 @@ class PartitionedStep:
 
 @dataclass
 class MicrobatchWork:
-    """What one microbatch of a step needs to run.
+    """A microbatch of a step, with all it needs to run.
 
     Attributes:
-        index: Its number in the step.
+        index: Number of the microbatch in the step.
         call: Runs the user's step on this microbatch; takes nothing, returns the loss.
-        seed: Seeds the random numbers drawn outside layers.
+        seed: Seed of the random numbers sampled outside layers.
         partitioned: The step cut into stages, for this microbatch's signature.
         num_samples: Samples in the microbatch.
         loss_scale: The loss is multiplied by it before the backward: its share of the samples; if steps return
             weights, whose sum is known later, what is left of it, and the loss counts with its weight.
         frozen: Outputs of frozen layers that this rank's stages read; filled by the exchange.
         loss: Unscaled loss, on the last stage.
-        weight: What it counts as in the mean over microbatches, on the last stage: samples, or what the step said.
-        logged: What the user's step logged on the last stage, as (method, args, kwargs).
+        weight: Weight in the mean over microbatches, on the last stage: samples, or what the step said.
+        logged: Metrics that the user's step logged on the last stage, as (method, args, kwargs).
         ends: With several chains: what the loss reads of each, by its last stage.
-        batch: Where batches follow each other without a flush: its number since the pipeline was empty.
+        batch: Number of the batch since the pipeline was empty, where batches follow each other without a flush.
     """
 
     index: int
@@ -176,7 +176,7 @@ class Stash:
             stored[key] = add(stored[key], value) if add and key in stored else value
 
     def take(self, what: str, stage: int, microbatch: int) -> Any:
-        """Hands a value out and forgets it.
+        """Returns a value and forgets it.
 
         Raises:
             ScheduleError: Nothing is stored: the instruction that makes it has not run.
@@ -209,8 +209,8 @@ class StageRunner:
     """Runs forwards and backwards of the stages one rank holds.
 
     Attributes:
-        stash: Where received and produced tensors live between instructions.
-        device: Where messages live.
+        stash: Received and produced tensors between instructions.
+        device: Device of the messages.
         check_finite: Look for NaN and infinity in everything that is sent.
         weights_of: Inside, weights are those with which a microbatch goes through forward and backward; the only
             ones, unless they have versions.
@@ -330,7 +330,7 @@ class StageRunner:
         return work.partitioned.messages[kind][stage].layout.empty(self.device)
 
     def unpack(self, kind: str, stage: int, work: MicrobatchWork, buffer: Tensor) -> None:
-        """Takes a received message apart, for the instruction that will need it."""
+        """Unpacks a received message, for the instruction that will need it."""
         message = work.partitioned.messages[kind][stage]
         if message.keys:
             self.stash.put(kind, stage, work.index, message.unpack(buffer))
@@ -356,8 +356,8 @@ class StageRunner:
         self, what: str, stage: int, work: MicrobatchWork, expected: object
     ) -> dict[TensorKey, Tensor]:
         """Returns what the stash has; nothing where nothing is expected."""
-        found: dict[TensorKey, Tensor] = {}
-        return self.stash.take(what, stage, work.index) if expected else found
+        tensors: dict[TensorKey, Tensor] = {}
+        return self.stash.take(what, stage, work.index) if expected else tensors
 
     def _check(
         self, kind: str, stage: int, work: MicrobatchWork, tensors: Mapping[TensorKey, Tensor]

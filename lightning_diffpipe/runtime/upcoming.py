@@ -4,7 +4,7 @@
     step 8    take(8)   prepare(10)     what is left of 8 first, then the program of 8, ...
 
 A batch is laid out when it becomes known (`PreparedBatches`), with the groups of samples that this rank encodes of
-it. When it is due it must hold the same objects, and tensors to which nobody has written since.
+it. When its step begins it must hold the same objects, and tensors to which nobody has written since.
 
 With one batch known, a rank that has done its share of it idles next to another that has not, in every step: ranks
 are never done at the same moment. With two it goes on with the batch after it, and has less to do in the next step.
@@ -63,13 +63,13 @@ Upcoming = Sequence[tuple[Any, tuple[Any, ...]]]
 
 @dataclass(frozen=True)
 class Filling:
-    """How bubbles are filled.
+    """Settings of bubble filling.
 
     Attributes:
         mode: `"opportunistic"` or `"planned"`, see `runtime/bubbles.py`; `None` by backend.
         adapts: Shares of the ranks follow what is measured.
         planned_shares: Weights of the ranks to begin with; equal if empty.
-        lookahead_batches: Batches whose frozen layers may run before they are due.
+        lookahead_batches: Number of batches whose frozen layers may run in advance.
     """
 
     mode: FillingMode | None = None
@@ -87,7 +87,7 @@ class _Prepared(NamedTuple):
 
 
 class _Past(NamedTuple):
-    """What later steps need of one that is over; `ran` is None if its frozen work was not known before."""
+    """Results of an ended step that later ones need; `ran` is None if its frozen work was not known before."""
 
     recording: Recording
     ended_s: float
@@ -175,7 +175,7 @@ class PreparedBatches:
         self.filler.cancel()
 
     def observe(self, step: StepWork, recording: Recording) -> None:
-        """Lets the shares follow what was measured, a step later: by then a GPU has come by."""
+        """Adapts the shares to what was measured, a step later: by then a GPU has reached the stamps."""
         past, ended_s = self._last, time.perf_counter()
         ran = step.frozen.ran if step.frozen is not None and step.early else None
         num_groups = step.frozen.num_own_groups if step.frozen is not None else 0
@@ -226,7 +226,7 @@ class GroupShares:
         adapts: Whether the shares follow what is measured, if there are several ranks.
         planned: Weights of the ranks to begin with; equal if not given.
         period: Batches over which shares are whole numbers of groups.
-        num_encoding: So many ranks encode, the last ones; None for all.
+        num_encoding: Number of ranks that encode, the last ones; None for all.
     """
 
     num_ranks: int
@@ -290,8 +290,8 @@ class GroupShares:
         gathered = self.gather([statistics.median_low(times or [0.0]) for times in seen])
         for times in seen:
             times.clear()
-        known = [group for _, _, group in gathered if group > 0]
-        if not known:
+        groups_s = [group for _, _, group in gathered if group > 0]
+        if not groups_s:
             return
         current = self._counts_of_period(total_groups)
         self._tried[current] = max(step for step, _, _ in gathered)
@@ -300,7 +300,7 @@ class GroupShares:
             self._weights = [float(count) for count in best]
             return
         busy_s = [busy * self.period for _, busy, _ in gathered]
-        group_s = sum(known) / len(known)
+        group_s = sum(groups_s) / len(groups_s)
         # All that encode would end together.
         even = (0,) * self._others + even_shares(busy_s[self._others :], group_s, sum(current))
         won_s = all_done_s(busy_s, current, group_s) - all_done_s(busy_s, even, group_s)
@@ -314,7 +314,7 @@ def _spread(counts: tuple[int, ...], period: int) -> tuple[tuple[int, ...], ...]
 
     All batches have equally many groups, and a rank's differ by one at most. What its count leaves when divided
     is dealt out, rank by rank, going round the batches in bit-reversed order (van der Corput's sequence: 0, 2,
-    1, 3 of 4), any run of which lies at nearly even distances.
+    1, 3 of 4), any run of which has nearly even distances.
 
     Example:
         >>> _spread((5, 3), period=4)

@@ -78,9 +78,9 @@ def assemble(
 
     Args:
         probed: The module and its step; layers unfolded.
-        plan: What all ranks do.
-        process: Where this rank runs.
-        options: What the user decided besides the plan: `check_finite`, `verify`.
+        plan: Plan of all ranks.
+        process: Rank and device of this process.
+        options: Decisions of the user besides the plan: `check_finite`, `verify`.
         seed: Seed of the run.
 
     Raises:
@@ -96,12 +96,12 @@ def assemble(
         # A stage compiles its forward when those before it have, and its backward when those after it have.
         process = replace(process, timeout_s=2 * schedule.num_stages * process.timeout_s)
     mesh, holders = _connect(process, schedule, pieces, graph.trained)
-    wanted = plan.options.encoding_ranks
-    num_encoding = placement.num_ranks if wanted == "auto" else wanted
+    encoding_ranks = plan.options.encoding_ranks
+    num_encoding = placement.num_ranks if encoding_ranks == "auto" else encoding_ranks
     residents = residents_of(module, pieces, placement, num_encoding)
     resident = residents[mesh.local_rank]
     owners = owners_of(module, pieces, residents, placement)
-    known = _planned_graphs(probed, plan, process.device)
+    graphs = _planned_graphs(probed, plan, process.device)
     interception = Interception(module).install()
     with interception.uninstalled_on_error():
         if process.rank == 0:  # the last moment at which the module is whole
@@ -127,7 +127,7 @@ def assemble(
         interception.refuse(places)
         steps = PartitionedStepCache(
             module, probed.step, graph, positions, placement, mesh.local_rank, interception,
-            process.device, known, probed.forms, step_forms, recomputed, stream,
+            process.device, graphs, probed.forms, step_forms, recomputed, stream,
         )  # fmt: skip
         named = dict(module.named_parameters())
         trained = {n: named[n] for n in named if n in resident and n in graph.trained}
@@ -161,7 +161,7 @@ def _streamed(
     }
     every = streamable(module, graph) if plan.streamed else {}
     weights = {name: every[name] for of_stage in names.values() for name in of_stage}
-    if empty := [name for name, own in weights.items() if not own]:
+    if empty := [name for name, tensors in weights.items() if not tensors]:
         raise PlanError(
             f"the plan streams {empty[0]}, which has no frozen weights of its own; plan again for this module"
         )
@@ -273,14 +273,14 @@ def _forms_of(probed: ProbedStep, interception: Interception) -> list[StepForm]:
     if forms.widest is None:
         return []
     view = FormView(module, graph, interception, bears_nan=True, by_reads=forms.by_reads)
-    found: list[StepForm] = []
+    sequences: list[StepForm] = []
     with untouched(module):
         for exemplar in forms.exemplars:
             call = StepCall(
                 exemplar.of_step(probed.step), module, probed.small, (), graph.batch_writes
             )
-            found.append(view.exemplar(call, exemplar.seed)[0])
-    return found
+            sequences.append(view.exemplar(call, exemplar.seed)[0])
+    return sequences
 
 
 def cut_positions(plan: PipelinePlan, graph: LayerGraph) -> tuple[int, ...]:

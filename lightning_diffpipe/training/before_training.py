@@ -1,4 +1,4 @@
-"""What a plan and a probed step ask for before training: a batch, optimizers, schedulers.
+"""Batch, optimizers and schedulers, for a plan and a probed step that read them before training.
 
 The plan must exist before Lightning makes optimizers, and needs a batch. So Lightning's loop sets its loader up by
 then, once and for all, which also tells the numbers of batches and steps; the batch is the first one.
@@ -76,8 +76,8 @@ def first_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
 def why_empty(loader: Any) -> str:
     """Returns why a loader, or one of several, gives no batch, and what to do about it."""
     loaders = loader.iterables if isinstance(loader, CombinedLoader) else loader
-    for one in pytree.tree_leaves(loaders):
-        batches = getattr(one, "batch_sampler", None)
+    for part in pytree.tree_leaves(loaders):
+        batches = getattr(part, "batch_sampler", None)
         sampler, size = getattr(batches, "sampler", None), getattr(batches, "batch_size", 0)
         count = sized_len(sampler) or 0
         if 0 < count < size and getattr(batches, "drop_last", False):
@@ -94,7 +94,7 @@ _OPTIMIZERS = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
 
 @contextlib.contextmanager
 def early_answers(strategy: Any) -> Iterator[None]:
-    """Gives a step that is run while a strategy has no optimizers yet some that it may ask for."""
+    """Provides optimizers for a step that asks for them while a strategy has none yet."""
 
     def make_optimizers() -> None:
         optimizers, schedulers = _init_optimizers_and_lr_schedulers(strategy.lightning_module)
@@ -116,7 +116,7 @@ class _NoRunYet:
 
 
 def put_off_runs(trainer: Any) -> None:
-    """Lets loggers of W&B seem to have started, until `allow_runs`; not where somebody needs their runs earlier."""
+    """Keeps loggers of W&B from starting runs until `allow_runs`; not where somebody needs their runs earlier."""
     checkpoints = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
     named_by_run = any(checkpoint.dirpath is None for checkpoint in checkpoints)
     for logger in _of_wandb(trainer):
@@ -126,7 +126,7 @@ def put_off_runs(trainer: Any) -> None:
 
 
 def allow_runs(trainer: Any) -> None:
-    """Lets loggers begin their runs when they are asked."""
+    """Allows loggers to start their runs."""
     for logger in _of_wandb(trainer):
         if isinstance(logger._experiment, _NoRunYet):
             logger._experiment = None
@@ -155,13 +155,13 @@ class _Silent(DummyLogger):
 
     @property
     def save_dir(self) -> str | None:
-        """What `trainer.log_dir` is with the other logger."""
+        """Folder that `trainer.log_dir` is with the other logger."""
         return getattr(self._logger, "log_dir", None) or self._logger.save_dir
 
 
 @contextlib.contextmanager
 def without_loggers(trainer: Any) -> Iterator[None]:
-    """Lets a trial run of the step find loggers that write nothing."""
+    """Replaces loggers by some that write nothing, for a trial run of the step."""
     with patched(trainer, _loggers=[*map(_Silent, trainer.loggers)]):
         yield
 
@@ -175,8 +175,8 @@ def silence_watching(trainer: Any) -> None:
     Nor with several stages: rank 0 alone has them, and a part of the module.
     """
     strategy = trainer.strategy
-    held = [type(value) for logger in trainer.loggers for value in vars(logger).values()]
-    packages = {kind.__module__.partition(".")[0] for kind in held} - _NOT_OF_LOGGERS
+    kinds = [type(value) for logger in trainer.loggers for value in vars(logger).values()]
+    packages = {kind.__module__.partition(".")[0] for kind in kinds} - _NOT_OF_LOGGERS
 
     def silenced(hook: Any) -> Any:
         @functools.wraps(hook)

@@ -68,7 +68,7 @@ _FOLDER = "diffpipe_folder"  # from which optimizer states are read
 
 @dataclass(frozen=True)
 class Division:
-    """Who holds what of a module; what optimizers and averages know stays divided when training has ended.
+    """Owners of the parts of a module; states of optimizers and averages stay divided when training has ended.
 
     Attributes:
         module: The module that was cut.
@@ -84,12 +84,12 @@ class Division:
 
 
 class CheckpointHooks(ParallelStrategy):
-    """What Lightning asks a strategy about states.
+    """Hooks by which Lightning asks a strategy about states.
 
     Attributes:
         pipeline: This rank's part, while there is one.
-        division: Of the latest pipeline, also when that has ended; None before.
-        last_saved: What was saved last; None before.
+        division: Division of the latest pipeline, also when that has ended; None before.
+        last_saved: The latest file or folder saved; None before.
     """
 
     pipeline: Pipeline | None
@@ -110,7 +110,7 @@ class CheckpointHooks(ParallelStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What reads and writes files: the user's plugin, else `WholeFiles`, also inside of a wrapping one."""
+        """Plugin that reads and writes files: the user's, else `WholeFiles`, also inside of a wrapping one."""
         if self._checkpoint_io is None:
             self._checkpoint_io = WholeFiles()
         elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
@@ -125,10 +125,10 @@ class CheckpointHooks(ParallelStrategy):
         """Puts the checkpoint to go on from into `arguments`, or raises CheckpointError, before processes start."""
         path = arguments.get("ckpt_path")
         fits = trainer.state.fn == TrainerFn.FITTING
-        found = chosen(trainer, path, fits, arguments.get("weights_only"))
-        self._found_last = (found,) if path == "last" else ()
+        checkpoint = chosen(trainer, path, fits, arguments.get("weights_only"))
+        self._found_last = (checkpoint,) if path == "last" else ()
         if path is not None:
-            arguments["ckpt_path"] = found
+            arguments["ckpt_path"] = checkpoint
 
     def require_same_checkpoint(self) -> None:
         """Raises CheckpointError if a rank found another checkpoint, or none, as without a folder for all."""
@@ -303,10 +303,10 @@ class CheckpointHooks(ParallelStrategy):
         pipeline = self.pipeline
         if pipeline is None or self.max_diverged_steps is None:
             return
-        own, mesh = pipeline.not_finite(), pipeline.mesh
-        if not any(number for (number,) in mesh.gathered([len(own)], patient=True)):
+        names, mesh = pipeline.not_finite(), pipeline.mesh
+        if not any(number for (number,) in mesh.gathered([len(names)], patient=True)):
             return
-        bad = sorted({name for each in gathered_objects(own, mesh.transfers) for name in each})
+        bad = sorted({name for each in gathered_objects(names, mesh.transfers) for name in each})
         step = self.lightning_module.trainer.global_step
         with raised_by_all():
             raise DivergenceError(
@@ -320,7 +320,7 @@ class CheckpointHooks(ParallelStrategy):
         """Brings tensors that belong to parameters together, for checkpoints; collective.
 
         Args:
-            tensors: By the parameters' names, in one order on all ranks; those of other ranks'
+            tensors: Tensors by the parameters' names, in one order on all ranks; those of other ranks'
                 parameters are placeholders.
 
         Returns:
@@ -389,14 +389,14 @@ class CheckpointHooks(ParallelStrategy):
             with safe_globals(types_of_hydra_configs()):
                 if not is_sharded(path):
                     return consolidated(super().load_checkpoint(path, weights_only=weights_only))
-                wanted = lambda name: not is_optimizer_state(name)
-                return read_shards(path, weights_only, wanted) | {_FOLDER: path}
+                is_read = lambda name: not is_optimizer_state(name)
+                return read_shards(path, weights_only, is_read) | {_FOLDER: path}
         except Exception as error:
             raise unreadable(path, error) from error
 
     @watcher.inside("loading a checkpoint")
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Takes over a whole state dict: all of it, or this rank's part once the module is cut.
+        """Loads a whole state dict: all of it, or this rank's part once the module is cut.
 
         Raises:
             CheckpointError: Names or shapes do not fit the module.
@@ -419,7 +419,7 @@ class CheckpointHooks(ParallelStrategy):
             raise CheckpointError(f"the checkpoint does not fit the module: {error}") from error
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Takes over the state of this rank's parameters.
+        """Loads the optimizer state of this rank's parameters.
 
         Raises:
             CheckpointError: There are more or fewer optimizers than there were.
@@ -428,29 +428,29 @@ class CheckpointHooks(ParallelStrategy):
         optimizers = [o for o in self.optimizers if not isinstance(o, _MockOptimizer)]
         states = [state for state in states if state]  # one that does nothing has none
         # Of optimizers, and in each how many parameters its groups have.
-        given, stored = (
+        present, stored = (
             [[len(group["params"]) for group in groups] for groups in side]
             for side in (
                 [optimizer.param_groups for optimizer in optimizers],
                 [state.get("param_groups", ()) for state in states],
             )
         )
-        if given != stored:
+        if present != stored:
             with raised_by_all():
                 raise CheckpointError(
                     f"the checkpoint has the states of {_counted(stored)}, and configure_optimizers gives "
-                    f"{_counted(given)}, so training cannot go on from it. Give those it was written with, and "
-                    "train the same parameters; to begin anew with its weights, load checkpoint['state_dict'] "
+                    f"{_counted(present)}, so training cannot go on from it. Give those it was written with, and "
+                    "train the same parameters; to begin again with its weights, load checkpoint['state_dict'] "
                     "into the module and leave ckpt_path out"
                 )
         for optimizer, state in zip(optimizers, states, strict=True):
             if self.pipeline is not None:
                 names = enumerate(_names(optimizer, self.pipeline.module))
                 sharding = self.pipeline.sharding
-                held = sharding.stepped_here if sharding else self.pipeline.resident
-                mine = {index for index, name in names if name in held}
-                kept = {index: value for index, value in state["state"].items() if index in mine}
-                state = {**state, "state": kept}
+                stepped = sharding.stepped_here if sharding else self.pipeline.resident
+                mine = {index for index, name in names if name in stepped}
+                local = {index: value for index, value in state["state"].items() if index in mine}
+                state = {**state, "state": local}
             if _FOLDER in checkpoint:
                 state = read_tensors(checkpoint[_FOLDER], state)
             if self.pipeline is not None and (offload := self.pipeline.optimizer_offload):
@@ -465,7 +465,7 @@ def _bytes_of(values: Iterable[Any]) -> int:
 
 
 def _counted(optimizers: Sequence[Sequence[int]]) -> str:
-    """Says how many optimizers there are, and of how many parameters each.
+    """Returns in words how many optimizers there are, and of how many parameters each.
 
     Example:
         >>> _counted([[28, 4], [2]])

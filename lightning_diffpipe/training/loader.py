@@ -9,14 +9,14 @@ often as in one process, on one rank, and every rank gets whole batches: its `tr
 frozen layers run ahead, the batches after the present one come early (`Feed.ahead`), by the same way. The batch
 with which a plan is made is the first one, and is read but once.
 
-The order is the user's. A sampler that draws from the global generators, as that of `shuffle=True` does, draws the
+The order is the user's. A sampler that uses the global generators, as that of `shuffle=True` does, gives the
 same in all pipelines; those side by side share its order out.
 
 While a trainer fits, every batch has a seed of its own, from the run's seed, the pipeline, the pass over the data
 (the epoch, and how often a loader that is shorter than another one has started over in it) and its number in it. So
 what is in it depends neither on the number of workers nor on whether the pass was started at its first batch: a run
 that goes on in the middle of an epoch leaves out what has been trained on, as the loops of its checkpoint say.
-Elsewhere numbers are drawn as in one process, and the state of the first rank's generators is everyone's.
+Elsewhere numbers are sampled as in one process, and the state of the first rank's generators is everyone's.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class PipelineLoader:
         loader: The user's, or a pipeline's share of it.
         length: Batches, as the rank that reads it counts them; None if it cannot.
         is_read: Whether this rank reads it.
-        seed: Seed of the run; None to draw whatever random numbers come.
+        seed: Seed of the run; None to leave the generators as they are.
         pipeline: Whose share of the data it is.
         place: Given the loader's length (None if it has none), tells where a pass begins, also of a resumed run, as
-            `place_of` does. None if every pass shall draw the same numbers, as validation does.
+            `place_of` does. None if every pass shall use the same numbers, as validation does.
 
     Attributes:
         length: As given.
@@ -122,7 +122,7 @@ class PipelineLoader:
     def batches_of_all(self) -> list[Any] | None:
         """Returns what a data set is asked for in batches that have every sample of a share; None of a stream.
 
-        On the rank that reads. No random numbers of training are drawn.
+        On the rank that reads. No random numbers of training are used.
         """
         if self._numbered is None:
             return None
@@ -141,10 +141,10 @@ class PipelineLoader:
         return [samples[first : first + number] for first in range(0, len(samples), number)]
 
     def read(self, batches: Sequence[Any], name: str) -> Iterator[Any]:
-        """Reads batches of `batches_of_all`, on any rank; passes of other names draw other random numbers."""
-        asked = [(self._seed_of(name, number), each) for number, each in enumerate(batches)]
+        """Reads batches of `batches_of_all`, on any rank; passes of other names use other random numbers."""
+        seeded = [(self._seed_of(name, number), each) for number, each in enumerate(batches)]
         kind = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
-        changes = {"dataset": _SeededSamples(self._loader.dataset), kind: asked, "_iterator": None}
+        changes = {"dataset": _SeededSamples(self._loader.dataset), kind: seeded, "_iterator": None}
         with isolated_random_numbers(self._seed_of(name, -1)):
             read = iter(_with(self._loader, **changes, persistent_workers=False))
         for number in range(len(batches)):
@@ -158,7 +158,7 @@ class PipelineLoader:
         return _is_stateful(self._loader)
 
     def restore(self, state: Any) -> None:
-        """Puts a stateful loader to where it was."""
+        """Restores the position of a stateful loader."""
         self._loader.load_state_dict(state)
         self._restored = True
 
@@ -175,7 +175,7 @@ class PipelineLoader:
             self._ended = epoch, self._times_ended(epoch) + 1
 
     def _batches(self) -> Iterator[Any]:
-        # Those of this pass that were trained on before the run was interrupted.
+        """Yields the batches of a pass, without the first `done`, which an interrupted run was trained on."""
         size = sized_len(self._source)
         epoch, times_ended, done = self._place(size) if self._place else (0, 0, 0)
         if times_ended:
@@ -188,7 +188,7 @@ class PipelineLoader:
                 partial(self._seed_of, name), partial(self._seed_of_order, name), done
             )
         elif self._restored:
-            # By its own state, and a sampler that it asks first draws as in a whole pass.
+            # By its own state, and a sampler that it asks first samples as in a whole pass.
             done, self._restored = 0, False
         skip = getattr(getattr(self._source, "dataset", None), "skip_batches", None)
         if skip is not None:
@@ -237,11 +237,11 @@ class Fetched:
     No dataclass: Lightning copies these where it converts tensors to another type.
 
     Attributes:
-        feed: Where it was fetched.
+        feed: Feed that fetched it.
         place: Number of the batch, and of the loader that made it.
-        batch: As the loader made it, on the rank that reads; as hooks left it, once it was on a device.
+        batch: The batch of the loader, on the rank that reads; as hooks left it, once it was on a device.
         device: That one.
-        states: Of stateful loaders, as if nothing had been read after it.
+        states: States of stateful loaders, as if nothing had been read after it.
     """
 
     def __init__(self, feed: Feed, place: tuple[int, int], batch: Any, states: list[Any]) -> None:
@@ -403,7 +403,7 @@ class Feed(CombinedLoader):
                 fetched.batch = self._moved(fetched, device)
             state = rng.capture(host=True) if seed is None and not alone else None
         fetched.batch, state = mesh.from_first((fetched.batch, state))
-        if state is not None:  # what the first rank has drawn so far, as one process would
+        if state is not None:  # what the first rank has sampled so far, as one process would
             rng.restore(state)
         fetched.device = device
 
@@ -491,22 +491,22 @@ class _Numbered:
         return cls(loader)
 
     def begin(self, seed_of_batch: Any, seed_of_order: Any, first: int) -> None:
-        """Says which pass is iterated over next, and from which batch on."""
+        """Sets which pass is iterated over next, and from which batch on."""
         self._pass = seed_of_batch, seed_of_order, first
 
     def __len__(self) -> int:
         return len(self._asked)
 
     def __iter__(self) -> Iterator[Any]:
-        (seed_of_batch, seed_of_order, first), asked = self._pass, None
+        (seed_of_batch, seed_of_order, first), requests = self._pass, None
         for number in itertools.count():
             with isolated_random_numbers(seed_of_order(number)):
-                asked = iter(self._asked) if asked is None else asked
-                wanted = next(asked, _END)
-            if wanted is _END:
+                requests = iter(self._asked) if requests is None else requests
+                request = next(requests, _END)
+            if request is _END:
                 return
             if number >= first:
-                yield seed_of_batch(number), wanted
+                yield seed_of_batch(number), request
 
 
 class _SeededSamples(Dataset[Any]):
@@ -527,19 +527,19 @@ class _SeededSamples(Dataset[Any]):
         return len(self._samples)
 
     def __getitem__(self, asked: tuple[int, Any]) -> Any:
-        seed, wanted = asked
+        seed, index = asked
         rng.seed_all(seed, host=True)
-        return self._samples[wanted]
+        return self._samples[index]
 
     def __getitems__(self, asked: tuple[int, Any]) -> Any:
-        seed, wanted = asked
+        seed, indices = asked
         rng.seed_all(seed, host=True)
-        many = getattr(self._samples, "__getitems__", None)
-        return many(wanted) if many else [self._samples[index] for index in wanted]
+        read_many = getattr(self._samples, "__getitems__", None)
+        return read_many(indices) if read_many else [self._samples[index] for index in indices]
 
 
 class _SharedOrder:
-    """A sampler that draws the same order in every pipeline; what else it does is the user's."""
+    """A sampler that gives the same order in every pipeline; what else it does is the user's."""
 
     def __init__(self, sampler: Any, seed: Callable[[], int]) -> None:
         self._sampler = sampler
@@ -565,28 +565,28 @@ def shared_out(loader: Any, trainer: Any, num_replicas: int, rank: int) -> Any:
         loader: The user's.
         trainer: Knows whether the user shares it out (`use_distributed_sampler=False`).
         num_replicas: Pipelines side by side. One alone gets the loader itself.
-        rank: Which of them asks.
+        rank: The rank that asks.
 
     Returns:
         A copy; the loader itself if it is no map-style `DataLoader`, or is shared out already.
     """
-    wanted = num_replicas > 1 and trainer._accelerator_connector.use_distributed_sampler
-    if not wanted or not isinstance(loader, DataLoader):
+    divides = num_replicas > 1 and trainer._accelerator_connector.use_distributed_sampler
+    if not divides or not isinstance(loader, DataLoader):
         return loader
     batches = loader.batch_sampler
     # Those of Lightning, too, in predictions.
     samplers = getattr(batches, "sampler", None), loader.sampler
-    known = any(isinstance(sampler, DistributedSampler) for sampler in samplers)
-    if known or isinstance(loader.dataset, IterableDataset):
+    is_divided = any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+    if is_divided or isinstance(loader.dataset, IterableDataset):
         return loader
-    own = samplers[0] if type(batches) is BatchSampler else None
+    base = samplers[0] if type(batches) is BatchSampler else None
     share = partial(DistributedSamplerWrapper, num_replicas=num_replicas, rank=rank, shuffle=False)
     if batches is None:
         changes = {"sampler": share(loader.sampler)}
-    elif own is None:
+    elif base is None:
         changes = {"batch_sampler": share(batches)}
     else:
-        sampler = share(own)
+        sampler = share(base)
         batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
         changes = {"sampler": sampler, "batch_sampler": batches}
     return _with(loader, _diffpipe_whole=loader, **changes)
@@ -594,9 +594,9 @@ def shared_out(loader: Any, trainer: Any, num_replicas: int, rank: int) -> Any:
 
 def _with(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """Returns a copy of a loader with other parts, which no loader lets anybody set."""
-    made = copy.copy(loader)
-    vars(made).update(changes)
-    return made
+    changed = copy.copy(loader)
+    vars(changed).update(changes)
+    return changed
 
 
 def unaligned(loader: Any) -> Any:
@@ -629,7 +629,7 @@ def take_over(trainer: Any, num_pipelines: int) -> None:
 
 
 def _wants_none(loader: Any) -> bool:
-    """Says that a loader needs no sampler of Lightning; has a name, as trainers are pickled."""
+    """Returns that a loader needs no sampler of Lightning; has a name, as trainers are pickled."""
     return False
 
 
@@ -668,7 +668,7 @@ def place_of(trainer: Any, length: int | None) -> tuple[int, int, int]:
 
 @contextlib.contextmanager
 def telling_place(trainer: Any, epoch: int) -> Iterator[None]:
-    """Lets a trainer tell the epoch and the step that a run goes on at: Lightning restores its loops later.
+    """Sets a trainer to the epoch and the step that a run goes on at: Lightning restores its loops later.
 
     A data set may ask for them when a pass begins, to order or leave out its samples.
     """

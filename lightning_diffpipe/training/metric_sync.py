@@ -1,4 +1,4 @@
-"""Which ranks a torchmetrics metric is synchronized over while a module is cut into stages.
+"""The ranks that a torchmetrics metric is synchronized over while a module is cut into stages.
 
 Metrics gather their states over the world, as if each rank had seen other data, and all of them came by:
 
@@ -52,15 +52,15 @@ class MetricSync:
             should_sync: bool = True,
             distributed_available: Any = None,
         ) -> None:
-            known = mesh()
-            if (asked := getattr(self._inside, "asked", None)) is not None:
-                asked.append(metric)
+            current = mesh()
+            if (postponed := getattr(self._inside, "asked", None)) is not None:
+                postponed.append(metric)
                 should_sync = False
-            elif known and not trainer.training and not (process_group or metric.process_group):
-                should_sync = should_sync and known.layout.num_pipelines > 1
-                process_group = known.evaluation
-            elif known and known.layout.world_size > 1 and not (process_group or dist_sync_fn):
-                metric.__dict__["_sync_dist"] = lambda *args, **kwargs: _merge(metric, known)
+            elif current and not trainer.training and not (process_group or metric.process_group):
+                should_sync = should_sync and current.layout.num_pipelines > 1
+                process_group = current.evaluation
+            elif current and current.layout.world_size > 1 and not (process_group or dist_sync_fn):
+                metric.__dict__["_sync_dist"] = lambda *args, **kwargs: _merge(metric, current)
             try:
                 original(metric, dist_sync_fn, process_group, should_sync, distributed_available)
             finally:
@@ -71,14 +71,14 @@ class MetricSync:
     @contextlib.contextmanager
     def inside_step(self) -> Iterator[None]:
         """Gathers nothing inside."""
-        asked: list[Metric] = []
-        self._inside.asked = asked
+        postponed: list[Metric] = []
+        self._inside.asked = postponed
         try:
             yield
         finally:
             self._inside.asked = None
             # With this rank's value kept, a metric would not join the others at the end of the epoch.
-            for metric in asked:
+            for metric in postponed:
                 metric._computed = None
 
     @contextlib.contextmanager
@@ -104,14 +104,14 @@ def forget_elsewhere(module: nn.Module, rank: int) -> None:
 
 def _merge(metric: Metric, mesh: Mesh) -> None:
     """Gives a metric the state of all ranks that have updated theirs; others have lists and sums of nothing."""
-    own = {name: getattr(metric, name) for name in metric._defaults}
+    rank_state = {name: getattr(metric, name) for name in metric._defaults}
     changed = any(
         not torch.equal(value.cpu(), metric._defaults[name].cpu())
         if isinstance(value, Tensor)
         else bool(value)
-        for name, value in own.items()
+        for name, value in rank_state.items()
     )
-    on_host = pytree.tree_map_only(Tensor, Tensor.cpu, own) if changed else None
+    on_host = pytree.tree_map_only(Tensor, Tensor.cpu, rank_state) if changed else None
     states = [s for s in gathered_objects(on_host, mesh.world) if s is not None]
     for name, reduce in metric._reductions.items() if states else ():
         values = [state[name] for state in states]

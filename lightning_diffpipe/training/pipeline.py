@@ -53,12 +53,12 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 @dataclass(frozen=True)
 class Process:
-    """Where a rank runs.
+    """A rank, its device, and how it communicates.
 
     Attributes:
         rank: World rank.
         world_size: All ranks.
-        device: Where it computes.
+        device: Device on which it computes.
         backend: `"gloo"` or `"nccl"`.
         timeout_s: Longest wait for a message.
     """
@@ -80,7 +80,7 @@ class ProbedStep:
         batch: One pipeline's batch, on the host.
         small: The batch the graph was probed with.
         graph: The layers.
-        forms: Those that the step takes; the graph is that of the widest.
+        forms: Call sequences of the step; the graph is that of the widest.
     """
 
     module: nn.Module
@@ -98,11 +98,11 @@ class ProbedStep:
 
 @dataclass(frozen=True)
 class Basis:
-    """What a plan was made from.
+    """Profile and cluster from which a plan was made.
 
     Attributes:
-        profile: What layers cost.
-        cluster: What ranks and links there are; links count as free where layers were not timed.
+        profile: Costs of layers.
+        cluster: Ranks and links; links count as free where layers were not timed.
     """
 
     profile: ModelProfile
@@ -132,7 +132,7 @@ class Pipeline:
 
     Attributes:
         module: The whole module; foreign parameters are placeholders.
-        plan: What all ranks do.
+        plan: Plan of all ranks.
         graph: The layers that were cut.
         mesh: This rank's place and groups.
         engine: Runs steps.
@@ -145,11 +145,11 @@ class Pipeline:
         seed: Seed of the run.
         sharding: Divides optimizer states over the holders of a stage, if the plan says so.
         optimizer_offload: Keeps optimizer states in host memory, if the plan says so.
-        basis: What the plan was made from; None if the plan was given.
-        runs_ahead: Frozen layers may still run before their batch is due.
+        basis: Profile and cluster of the plan; None if the plan was given.
+        runs_ahead: Frozen layers may still run before the step of their batch.
         offloaded: Parameters of this rank whose values are in files or in host memory, by name: those of streamed
             layers, and of encoders that have stored their results.
-        later: Those of its stages that stay on the host until all samples are encoded.
+        later: Parameters of its stages that stay on the host until all samples are encoded.
     """
 
     module: nn.Module
@@ -240,15 +240,15 @@ class Pipeline:
 
         Args:
             layers: Names.
-            folder: Where to put what is in no file.
+            folder: Folder for what is in no file.
 
         Returns:
             Bytes that this rank holds no more.
         """
         others = [layer.parameters for layer in self.graph.layers if layer.name not in layers]
-        kept = self.graph.tail_parameters.union(self.graph.trained, *others)
+        still_read = self.graph.tail_parameters.union(self.graph.trained, *others)
         read = (layer.parameters for layer in self.graph.layers if layer.name in layers)
-        names = (frozenset().union(*read) & self.resident) - kept - self.offloaded.keys()
+        names = (frozenset().union(*read) & self.resident) - still_read - self.offloaded.keys()
         named = dict(self.module.named_parameters())
         away = {n: named[n] for n in sorted(names) if may_be_offloaded(named[n])}
         if not (away and self.runs_ahead) or self.stop_ahead_if_changed():
@@ -301,7 +301,7 @@ class Pipeline:
 
     @property
     def planned_shares(self) -> tuple[float, ...]:
-        """How much of the frozen work each rank of the pipeline takes, as planned; empty if unknown."""
+        """Planned share of the frozen work of each rank of the pipeline; empty if unknown."""
         samples = [0.0] * self.plan.ranks_per_pipeline
         for piece in self.plan.pieces:
             samples[piece.rank] += piece.num_samples
@@ -338,8 +338,8 @@ class Pipeline:
             return values.new_tensor([mesh.summed_over_pipelines(x) for x in values.tolist()])
 
         if hasattr(optimizer, "sum_over_ranks"):
-            trained, own = self.trained_by(optimizer), mesh.local_rank
-            first = {name for name in trained if self.owners.get(name, 0) == own}
+            trained, position = self.trained_by(optimizer), mesh.local_rank
+            first = {name for name in trained if self.owners.get(name, 0) == position}
             names = sharding.stepped_here & trained.keys() if sharding else first
             optimizer.sum_over_ranks([trained[name] for name in names], summed)
 
@@ -379,7 +379,7 @@ class Pipeline:
     def values_of(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yields tensors on the host that not all ranks hold, by name; a collective call of the pipeline.
 
-        What is mapped from a file, and nobody has written, is not sent.
+        Parameters mapped from a file that no rank has written are read from it; only the others are sent.
         """
         owners = {name: self.owners[name] for name in names}
         if not owners:
@@ -388,17 +388,17 @@ class Pipeline:
         tensors = {**parameters, **dict(self.module.named_buffers())}
         frozen = [n for n in owners if n not in self.graph.trained and not tensors[n].requires_grad]
         mapped = {n: value for n in frozen if (value := stored_value(tensors[n])) is not None}
-        own = [n for n, owner in owners.items() if owner == self.mesh.local_rank]
-        written = own if self._mapped.changed() else [n for n in own if n not in mapped]
+        owned = [n for n, owner in owners.items() if owner == self.mesh.local_rank]
+        written = owned if self._mapped.changed() else [n for n in owned if n not in mapped]
         is_quantized = {n: is_traceable_wrapper_subclass(tensors[n]) for n in written}
-        sent = dict[str, bool]()
-        for each in gathered_objects(is_quantized, self.mesh.transfers):
-            sent |= each
+        sent = dict[str, bool]()  # names, and whether the tensor is quantized
+        for of_rank in gathered_objects(is_quantized, self.mesh.transfers):
+            sent |= of_rank
         yield from ((name, value) for name, value in mapped.items() if name not in sent)
         plain = {name: owner for name, owner in owners.items() if sent.get(name) is False}
         yield from spread(tensors, plain, self.mesh)
         for name, owner in owners.items():
-            if sent.get(name):  # quantized
+            if sent.get(name):  # pickled: its class has several tensors
                 here = tensors[name].detach().cpu() if owner == self.mesh.local_rank else None
                 source = self.mesh.world_rank(owner)
                 yield name, broadcast_object(here, source, self.mesh.transfers)

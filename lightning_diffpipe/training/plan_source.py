@@ -1,4 +1,4 @@
-"""Where a plan comes from: given, or searched for measured layers and links.
+"""Source of a plan: given, or searched for measured layers and links.
 
     given plan ──────────────────────────────────────┐
     given profile, or layers timed here ─┐           ├─> rank 0's plan, as JSON, on every rank
@@ -63,12 +63,11 @@ _ADAM_BYTES_FACTOR = 2.0  # the optimizer is made when the module has been cut
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """What a user may decide; the strategy's arguments, documented there.
+    """Decisions of a user: the strategy's arguments, documented there.
 
     Attributes:
-        averages_bytes_factor: Bytes of averaged weights for each byte of gradient; the strategy knows of
-            them.
-        encode_first: Encodings are stored before training; the strategy knows of that, too.
+        averages_bytes_factor: Bytes of averaged weights for each byte of gradient; set by the strategy.
+        encode_first: Whether encodings are stored before training; set by the strategy, too.
     """
 
     num_stages: int | Auto = "auto"
@@ -115,12 +114,12 @@ class PipelineOptions:
             ConfigurationError: A value that cannot be.
         """
         planned = vars(self).keys() & {field.name for field in fields(PlanOptions)}
-        asked = {name: getattr(self, name) for name in planned}
-        asked |= {"global_batch_size": global_batch_size, "data_parallel": data_parallel}
-        asked["num_replicas"] = _as_tuple(self.num_replicas)
+        values = {name: getattr(self, name) for name in planned}
+        values |= {"global_batch_size": global_batch_size, "data_parallel": data_parallel}
+        values["num_replicas"] = _as_tuple(self.num_replicas)
         if self.optimizer_bytes_factor == "auto":
-            asked["optimizer_bytes_factor"] = _ADAM_BYTES_FACTOR
-        return PlanOptions(**asked)
+            values["optimizer_bytes_factor"] = _ADAM_BYTES_FACTOR
+        return PlanOptions(**values)
 
     def refuse_more_stages_than(self, num_ranks: int) -> None:
         """Refuses more stages than ranks before any process starts, where each needs ranks of its own.
@@ -243,16 +242,16 @@ def _make_plan(
         free = int(min(available_bytes(), LARGEST))
         cluster = replace(cluster, host_memory_bytes=free)
     data_parallel = options.pipelines_beside(process.world_size)
-    asked = options.plan_options(batch_size * data_parallel, data_parallel)
-    plan, most = find_plan(profile, cluster, asked), batch_size // subject.least_samples
+    wishes = options.plan_options(batch_size * data_parallel, data_parallel)
+    plan, most = find_plan(profile, cluster, wishes), batch_size // subject.least_samples
     if plan.num_microbatches <= most:
         return plan
-    if asked.num_microbatches != "auto":
+    if wishes.num_microbatches != "auto":
         raise ConfigurationError(
-            f"num_microbatches={asked.num_microbatches} leaves microbatches with one of the {batch_size} samples, "
+            f"num_microbatches={wishes.num_microbatches} leaves microbatches with one of the {batch_size} samples, "
             f"but batch norms in training mode need two. Use at most {most}, larger batches, or nn.GroupNorm"
         )
-    return find_plan(profile, cluster, replace(asked, num_microbatches=most))
+    return find_plan(profile, cluster, replace(wishes, num_microbatches=most))
 
 
 def planned_pipelines(options: PipelineOptions, world_size: int) -> int:
@@ -307,10 +306,10 @@ def _cluster(options: PipelineOptions, process: Process, world: ProcessGroup | N
     if isinstance(options.cluster, Cluster):
         return options.cluster
     if isinstance(options.cluster, Mapping):
-        given = Cluster.from_dict({"num_ranks": process.world_size, **options.cluster})
-        if given.memory_bytes is not None:
-            return given
-        return with_memory(given, world, process.device)
+        cluster = Cluster.from_dict({"num_ranks": process.world_size, **options.cluster})
+        if cluster.memory_bytes is not None:
+            return cluster
+        return with_memory(cluster, world, process.device)
     if options.plan is not None or options.profile == "flops":
         return with_memory(Cluster(process.world_size), world, process.device)
     if process.world_size == 1:
@@ -333,21 +332,21 @@ def _profile(
         return estimate_profile(subject.module, subject.graph), ()
     profile, speeds = _given_profile(source), list[float]()
     if profile is None:
-        known = _timed.setdefault(subject.module, {})
+        profiles = _timed.setdefault(subject.module, {})
         kinds = subject.splits_backward, world is None
-        asked = subject.graph.digest, subject.counts, subject.place, kinds
-        if not _by_all(asked in known, world):
+        key = subject.graph.digest, subject.counts, subject.place, kinds
+        if not _by_all(key in profiles, world):
             profile = measure_profile(subject, partial(pool_times, group=world, speeds=speeds))
-            known[asked] = profile, tuple(speeds)
-        return known[asked]
-    names, own = tuple(layer.name for layer in profile.layers), subject.graph.path_names
-    if names != own:
-        pairs = enumerate(zip(names, own, strict=False))
+            profiles[key] = profile, tuple(speeds)
+        return profiles[key]
+    names, called = tuple(layer.name for layer in profile.layers), subject.graph.path_names
+    if names != called:
+        pairs = enumerate(zip(names, called, strict=False))
         odd = (f"layer {i} is {a} there and {b} here" for i, (a, b) in pairs if a != b)
-        differ = next(odd, f"from layer {min(len(names), len(own))} on")
+        differ = next(odd, f"from layer {min(len(names), len(called))} on")
         raise ConfigurationError(
             f"the profile {profile.name!r} has {len(names)} layers, but the trained part of "
-            f"{type(subject.module).__name__} has {len(own)}, and they differ: {differ}. Profile this module "
+            f"{type(subject.module).__name__} has {len(called)}, and they differ: {differ}. Profile this module "
             "(diffpipe profile), or leave strategy.profile out"
         )
     return profile, ()
@@ -375,9 +374,9 @@ def _knowing_encoders(subject: Subject, profile: ModelProfile, encode_first: boo
     of_layers = profile.frozen_layers if encode_first else ()
     unknown = [e.splittable for e in profile.encoders] + [x.follows_sample for x in of_layers]
     if subject.looks_at_results and None in unknown:
-        known = encodings_by_running(subject, stores=encode_first)
+        encodings = encodings_by_running(subject, stores=encode_first)
         encoders = [
-            known[each.name].filled_in(each) if each.name in known else each
+            encodings[each.name].filled_in(each) if each.name in encodings else each
             for each in profile.encoders
         ]
         profile = replace(profile, encoders=tuple(encoders))
@@ -413,11 +412,11 @@ def pool_times(
     if group is None:
         return rounds
     ranks = gathered_objects(summed_up(rounds), group)
-    found = speeds_of(ranks)
+    measured = speeds_of(ranks)
     if speeds is not None:
-        speeds[:] = found
-    fast = (each for each, speed in zip(ranks, found, strict=True) if speed > EQUAL_SPEED)
-    return pooled([*fast] if found else ranks)
+        speeds[:] = measured
+    fast = (each for each, speed in zip(ranks, measured, strict=True) if speed > EQUAL_SPEED)
+    return pooled([*fast] if measured else ranks)
 
 
 def speeds_of(ranks: Sequence[Rounds]) -> list[float]:

@@ -78,7 +78,7 @@ def prepare(
         step: Module and batch to loss.
         batch: A batch of one pipeline, on the host; equal on all ranks.
         options: The user's decisions.
-        process: Where this rank runs.
+        process: Rank and device of this process.
         arguments: Further arguments of the step for the first batch.
 
     Raises:
@@ -98,10 +98,10 @@ def prepare(
         seed = agree(int(own_seed) if options.seed is None else options.seed, world)
         align_parameters(module, world)
     with raised_by_all():
-        own = ModuleSplit.of(module)
-        size = num_samples(batch, own)
-        form = own or BatchForm.of(batch, size)
-        small = take_samples(batch, size, min(_NUM_PROBED_SAMPLES, size), own)
+        split = ModuleSplit.of(module)
+        size = num_samples(batch, split)
+        form = split or BatchForm.of(batch, size)
+        small = take_samples(batch, size, min(_NUM_PROBED_SAMPLES, size), split)
     with watcher.inside("probing the step"):
         planned = agree(planned_layers(options) if process.rank == 0 else (), world)
         with bar(shows, "probing the layers of a step", counted=False, stays=False):
@@ -120,7 +120,7 @@ def prepare(
             splits_backward=options.schedule in SCHEDULES and SCHEDULES[options.schedule].splits_backward,
             budget_s=_TIMING_S, looks_at_results=process.world_size > 1 or options.encode_first,
             microbatch_size=math.ceil(size / count) if isinstance(count, int) else None,
-            least_samples=_least_samples(module, probed.widest, take_samples(batch, size, 1, own), size, graph),
+            least_samples=_least_samples(module, probed.widest, take_samples(batch, size, 1, split), size, graph),
         )  # fmt: skip
         plan, basis = plan_of_rank_0(subject, chains, forms, options, process, world)
     close_group(world)

@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class ProcessHooks(ParallelStrategy):
-    """What Lightning asks a strategy about processes.
+    """Hooks by which Lightning asks a strategy about processes.
 
     Args:
         timeout_s: Longest wait for a message, in seconds.
@@ -57,7 +57,7 @@ class ProcessHooks(ParallelStrategy):
 
     Attributes:
         pipeline: This rank's part, while there is one.
-        mesh: Who is in which pipeline, as far as it is known.
+        mesh: Ranks of each pipeline, as far as they are known.
         last_saved: The checkpoint that was saved last.
 
     Raises:
@@ -98,7 +98,7 @@ class ProcessHooks(ParallelStrategy):
 
     @property
     def process(self) -> Process:
-        """Where this rank runs; known once processes have met."""
+        """Rank and device of this process; known once processes have met."""
         return Process(
             self.global_rank, self.world_size, self.root_device, str(self._backend), self.timeout_s
         )
@@ -112,7 +112,7 @@ class ProcessHooks(ParallelStrategy):
 
         Args:
             trainer: About to run.
-            arguments: Of `fit`, `validate`, `test` or `predict`, by name; may be replaced.
+            arguments: Arguments of `fit`, `validate`, `test` or `predict`, by name; may be replaced.
         """
 
     def refuse_alone(self) -> None:
@@ -189,7 +189,7 @@ class ProcessHooks(ParallelStrategy):
             dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Gives an object of one rank to all.
+        """Returns an object of one rank on all ranks.
 
         With a pipeline no device has a part in it: `Timer` and `ModelCheckpoint` ask after every batch.
         """

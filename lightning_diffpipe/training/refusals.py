@@ -1,4 +1,4 @@
-"""What cannot work with a pipeline, refused with its reason: before training starts, or else where it happens.
+"""Refusals, with the reason, of what cannot work with a pipeline: before training starts, or where it happens.
 
 Silent wrongness is worse than a refusal: Lightning's weight averaging, for one, copies the module
 before it is cut and would then average the weights of one stage into another, without any error.
@@ -207,7 +207,7 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """Refuses optimizers that step a parameter by the gradients of others, where there are several stages.
 
     Each rank's would see those of its own stage, take another step size or direction than the others', and
-    move the copies of shared weights apart, without any error. Those with `sum_over_ranks` add up what they need.
+    let the copies of shared weights differ, without any error. Those with `sum_over_ranks` add up what they need.
     """
     for optimizer in optimizers:
         if hasattr(optimizer, "sum_over_ranks") or steps_apart(optimizer) is not False:
@@ -279,8 +279,8 @@ def _one_that_fails(
 def refusing_norms_of_a_stage(trained: Iterable[nn.Parameter]) -> Iterator[None]:
     """Refuses norms that torch takes over gradients of a rank that has those of its own stages only.
 
-    A `clip_grad_norm_` of the user's own would scale every stage by another factor, and move the copies of shared
-    weights apart, without any error.
+    A `clip_grad_norm_` of the user's own would scale every stage by another factor, and let the copies of shared
+    weights differ, without any error.
 
     Args:
         trained: Parameters of this rank that get gradients, where there are several stages.
@@ -302,8 +302,8 @@ def refusing_norms_of_a_stage(trained: Iterable[nn.Parameter]) -> Iterator[None]
     def refuse(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         gradients = {id(p.grad) for p in parameters if p.grad is not None}
-        known = sum(id(tensor) in gradients for tensor in tensors)
-        refuse_of(known, "torch.nn.utils (clip_grad_norm_, get_total_norm)")
+        num_gradients = sum(id(tensor) in gradients for tensor in tensors)
+        refuse_of(num_gradients, "torch.nn.utils (clip_grad_norm_, get_total_norm)")
         return total_norm(tensors, *args, **kwargs)
 
     def refuse_float(order: Any) -> float:
@@ -320,7 +320,7 @@ def refusing_norms_of_a_stage(trained: Iterable[nn.Parameter]) -> Iterator[None]
         yield
 
 
-def refuse_arguments(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
+def refuse_arguments(arguments: Mapping[str, Any], names: Iterable[str]) -> None:
     """Refuses arguments the strategy does not have."""
     if "start_method" in arguments:
         raise ConfigurationError(
@@ -328,14 +328,14 @@ def refuse_arguments(arguments: Mapping[str, Any], known: Iterable[str]) -> None
             "return one stage only to the main process. Leave it out; processes are started by "
             "re-running your script, or by torchrun"
         )
-    wrong, known = next(iter(arguments)), sorted(known)
-    near = difflib.get_close_matches(wrong, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+    wrong, names = next(iter(arguments)), sorted(names)
+    near = difflib.get_close_matches(wrong, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
     raise ConfigurationError(f"DiffPipeStrategy has no argument {wrong!r}; {hint}")
 
 
 def refuse_own_generators(graph: LayerGraph) -> None:
-    """Refuses a step that was probed to draw random numbers that no seed of a microbatch governs."""
+    """Refuses a step that was probed to sample random numbers that no seed of a microbatch governs."""
     raise ConfigurationError(
         f"training_step draws random numbers from {min(graph.generators)}, which outlives the step. Every rank has "
         "its own copy, and draws from it at other times and more or less often than the next, so stages and frozen "
@@ -372,7 +372,7 @@ def warn_of_outputs(out: Any) -> bool:
 
 
 def refuse_joined_chains(plan: PipelinePlan, chains: Chains | None) -> None:
-    """Refuses a plan that runs backbones apart which this module trains together."""
+    """Refuses a plan that runs backbones separately which this module trains together."""
     firsts = tuple(plan.first_layers[stage] for stage in plan.placement.first_stages)
     if chains and chains.starts != firsts:
         why = chains.joined_by or f"its backbones begin at layers {list(chains.starts)}"

@@ -39,12 +39,12 @@ GRACE_S = 5.0  # for other processes to say what has ended them, or whom a signa
 @contextlib.contextmanager
 def stopping_at_signals(trainer: Any) -> Iterator[None]:
     """Stops at SIGTERM where Lightning does not: before its loops, where a process would end silently."""
-    found, process = trainer._signal_connector, os.getpid()
+    connector, process = trainer._signal_connector, os.getpid()
 
     def stop(signum: int, frame: Any) -> None:
         if os.getpid() != process:  # forked, with this handler
             _die(b"")
-        elif not (found._original_handlers and watcher.at_sigterm == "agree"):  # else it is noted
+        elif not (connector._original_handlers and watcher.at_sigterm == "agree"):  # else noted
             watcher.note_signal()
             raise stop_by_signal()
 
@@ -60,7 +60,7 @@ def stopping_at_signals(trainer: Any) -> Iterator[None]:
     quiet: Any = contextlib.nullcontext()
     if trainer.state.fn != TrainerFn.FITTING:
         # Lightning's would broadcast from wherever it finds a rank.
-        quiet = patched(found, _sigterm_notifier_fn=lambda *_: None)
+        quiet = patched(connector, _sigterm_notifier_fn=lambda *_: None)
     try:
         with quiet, patched(watcher, at_sigterm="stop"):
             yield
@@ -69,8 +69,8 @@ def stopping_at_signals(trainer: Any) -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, after)
-        if signal.SIGTERM in found._original_handlers:  # Lightning has yet to restore it
-            found._original_handlers[signal.SIGTERM] = after
+        if signal.SIGTERM in connector._original_handlers:  # Lightning has yet to restore it
+            connector._original_handlers[signal.SIGTERM] = after
 
 
 def _die(last_words: bytes, *_: Any) -> None:
@@ -86,7 +86,7 @@ def stop_by_signal() -> SIGTERMException:
 
 
 def report_signals(strategy: Any) -> None:
-    """Says in a line which ranks got SIGTERM, where that ended the run, and what there is to go on from."""
+    """Reports in a line which ranks got SIGTERM, where that ended the run, and what there is to go on from."""
     # Ranks may agree to stop before the word of whom the signal reached has come.
     deadline_s = time.monotonic() + GRACE_S
     while strategy.world_size > 1 and not watcher.signals and time.monotonic() < deadline_s:
@@ -134,7 +134,7 @@ class LockStep:
                 launcher.kill(signum)
             self._signalled = True
 
-        own, of_first = loop._should_check_val_fx, self._agreement.of_first
+        should_check, of_first = loop._should_check_val_fx, self._agreement.of_first
         by_time = getattr(trainer, "_val_check_time_interval", None) is not None
 
         def agree_to_stop() -> None:
@@ -149,14 +149,14 @@ class LockStep:
 
         def should_check_validation(fetcher: Any) -> bool:
             agree_to_stop()  # who stops validates first
-            checks = own(fetcher)
+            checks = should_check(fetcher)
             return of_first(checks) if by_time else checks
 
         def then_agreeing(run: Callable[[], Any]) -> Callable[[], Any]:
             def run_and_agree() -> Any:
-                found = run()
+                result = run()
                 agree_to_stop()
-                return found
+                return result
 
             return run_and_agree
 

@@ -42,7 +42,7 @@ _NOT_FINITE = (
 
 @dataclass(frozen=True)
 class _Finite:
-    """Whether the loss of a step is finite, and its gradients, if they are whole, once `event` has happened."""
+    """Finiteness of the loss of a step, and of its gradients, if they are whole, once `event` has happened."""
 
     finite: Tensor
     event: torch.cuda.Event | None
@@ -58,7 +58,7 @@ class StepWatch:
         module: The module, its training flags as they were probed.
         layout: Lays batches out, and knows the cut steps.
         idle: Parameters of this rank that could be trained, but get no gradient, by name.
-        trained: Those that get one.
+        trained: Parameters that get a gradient.
         num_diverged: Optimizer steps in a row, up to the latest that was looked at, with a gradient of this rank
             that is not finite, or a loss where there is one pipeline: of several each has a loss of its own, and
             gradients are summed over all, so that they agree.
@@ -83,7 +83,7 @@ class StepWatch:
         """Looks at training flags; takes microseconds as long as they are as they were.
 
         Raises:
-            ConfigurationError: They are not, and the step draws other random numbers or writes other
+            ConfigurationError: They are not, and the step samples other random numbers or writes other
                 buffers because of it; names the modules.
         """
         modes = self._current_modes()
@@ -98,7 +98,7 @@ class StepWatch:
                     f"{self._changed_modes()}, and stages would not agree on it ({error}). Set modes before "
                     "trainer.fit, e.g. in __init__"
                 ) from error
-            # The user's code may not bear NaN, nor the device the whole step.
+            # The user's code may refuse NaN, and the device may be too small for the whole step.
             _log.warning(
                 "%s. Stages agree on it if the step draws the same random numbers and writes the same buffers, "
                 "which cannot be found out, as it needs values (%s: %s). Set modes before trainer.fit, e.g. in "
@@ -122,7 +122,7 @@ class StepWatch:
         """Looks at gradients, and at the loss; on a GPU, at those of the step before.
 
         Args:
-            loss: Of the step.
+            loss: Loss of the step.
             number: The batch's, since training began.
             whole: Gradients are those of all ranks and of a whole accumulation window.
 
@@ -191,13 +191,13 @@ class StepWatch:
 
         There nothing gets a gradient, either.
         """
-        found = self._current_modes()
+        modes = self._current_modes()
         self._set_modes(self._modes)
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 yield
         finally:
-            self._set_modes(found)
+            self._set_modes(modes)
 
     def _set_modes(self, modes: list[bool]) -> None:
         for module, mode in zip(self._modules, modes, strict=True):

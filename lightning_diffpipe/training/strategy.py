@@ -106,7 +106,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         num_replicas: Ranks per stage: one number for all, a sequence with one number for each, or `"auto"`.
         data_parallel: Pipelines side by side on different data; `"auto"` uses ranks left over by
             `num_stages` and `num_replicas`.
-        filling: Where frozen layers run. `"shares"` runs those of the next batches while a rank waits;
+        filling: Placement of frozen layers. `"shares"` runs those of the next batches while a rank waits;
             `"none"` runs a batch's own before the pipeline, spread over all ranks; `"auto"` takes the
             faster of the two that fits into memory.
         frozen_group_size: Samples on which frozen layers run at a time; `"auto"` weighs what small groups
@@ -116,7 +116,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         checkpointing: Layers whose activations the backward computes again instead of storing them: `"none"`;
             `"all"` for which that frees memory; `"auto"`, those of each stage that have to be for the plan to fit.
             What the module checkpoints itself stays as it is.
-        streaming: Layers whose frozen weights lie in host memory, pinned for GPUs, and are copied to the device for
+        streaming: Layers whose frozen weights are in host memory, pinned for GPUs, and are copied to the device for
             each run: `"none"`; `"all"`, as in tests; `"auto"`, those of each stage without which no plan would fit,
             also with recomputed layers, which all streamed ones are.
         shard_optimizer: The ranks that hold a stage, in all pipelines, share its optimizer state (ZeRO-1): each
@@ -236,7 +236,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     @property
     def plan(self) -> PipelinePlan | None:
-        """What each rank does; known once training has been set up."""
+        """Plan of all ranks; known once training has been set up."""
         return self.pipeline.plan if self.pipeline else None
 
     @property
@@ -255,7 +255,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     @property
     def mesh(self) -> Mesh | None:
-        """Who is in which pipeline: that of the plan, or of what is known before there is one, or without one."""
+        """Ranks of each pipeline: of the plan, or of what is known before there is one, or without one."""
         return self.pipeline.mesh if self.pipeline else self._data_mesh
 
     @property
@@ -433,9 +433,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Returns options that callbacks decide: what averages take, and whether encoders leave memory."""
         from lightning_diffpipe.callbacks.ema import EMA
 
-        kept = (callback for callback in trainer.callbacks if isinstance(callback, EMA))
+        averages = (callback for callback in trainer.callbacks if isinstance(callback, EMA))
         return {
-            "averages_bytes_factor": sum(c.bytes_factor(self.lightning_module) for c in kept),
+            "averages_bytes_factor": sum(c.bytes_factor(self.lightning_module) for c in averages),
             "encode_first": bool(_caches(trainer)),
         }
 
@@ -631,7 +631,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Puts the gradients of the schedule back; nothing is left to compute."""
+        """Restores the gradients of the schedule; nothing is left to compute."""
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         if not self._running.plan.runs_free:  # else weights were updated already
@@ -716,7 +716,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     # -------------------------------------------------------------------------- phases, and the end
 
     def _enter(self, phase: str) -> None:
-        """Lets the other ranks know what this one does; weights are those after the last batch."""
+        """Tells the other ranks what this one does; weights are those after the last batch."""
         self.drain()
         if self.pipeline is not None:
             silence_watching(self._trainer)  # hooks that were put since

@@ -1,4 +1,4 @@
-"""What is compared before training: a batch's loss with that of its parts, a pipeline with the whole module.
+"""Comparisons before training: a batch's loss with that of its parts, a pipeline with the whole module.
 
 **A mean over samples.** A pipeline takes the mean of its microbatches' losses, weighed by samples or as the step
 says, and of what they log. A mean over tokens, or a loss over pairs of rows, is something else, and would train
@@ -7,7 +7,7 @@ step is run on the example batch, and on two parts of it, without any layer, in 
 however large the model is:
 
     layers          random numbers in (0, 1) stand for what they give, larger for later samples, alike in parts
-    random numbers  what the step draws for a part are the rows that it drew for the batch
+    random numbers  what the step samples for a part are the rows that it sampled for the batch
 
 **Loss and gradients** (`verify=True`). The probe follows every value through PyTorch's dispatcher. Custom kernels
 that read raw pointers, or code that keeps tensors where nobody looks, can escape it. Dummies hold NaN, so that a
@@ -57,8 +57,8 @@ class WholeRun:
 
     Attributes:
         loss: Mean over the samples.
-        gradients: By name.
-        dtypes: Those in which layers computed, which autocast chooses.
+        gradients: Gradients by name.
+        dtypes: Types in which layers computed, which autocast chooses.
     """
 
     loss: float
@@ -82,7 +82,7 @@ def run_whole(
         batch: One pipeline's batch, where the module is.
         num_microbatches: As planned.
         seed: Seed of the run.
-        pipeline: Index of this rank's pipeline, which draws its own random numbers.
+        pipeline: Index of this rank's pipeline, which has its own random numbers.
     """
     module, step, graph = probed.module, probed.step, probed.graph
     steps = PartitionedStepCache(
@@ -96,11 +96,11 @@ def run_whole(
         for index, (size, part) in enumerate(zip(sizes, parts, strict=True)):
             number = microbatch_seed(seed, pipeline, 0, index)
             partitioned = steps.of(part, number)
-            known = partitioned.graph
-            outputs = (leaf for layer in known.layers for leaf in layer.outputs)
+            layer_graph = partitioned.graph
+            outputs = (leaf for layer in layer_graph.layers for leaf in layer.outputs)
             dtypes |= {leaf.dtype for leaf in outputs if isinstance(leaf, TensorSpec)}
             run = partitioned.stage_views[0].forward(
-                StepCall(step, module, part, written=known.batch_writes),
+                StepCall(step, module, part, written=layer_graph.batch_writes),
                 seed=number,
                 log=lambda *arguments: None,
             )
@@ -159,8 +159,8 @@ def _difference(gradient: Tensor | None, expected: Tensor | None, scale: float) 
     Infinity where a value is not finite: NaN compares with nothing, and the next gradient would hide it.
     """
     if gradient is None or expected is None:
-        there = expected if gradient is None else gradient
-        error = 0.0 if there is None else there.abs().max().item()
+        either = expected if gradient is None else gradient
+        error = 0.0 if either is None else either.abs().max().item()
     else:
         error = (gradient - expected.to(gradient.device)).abs().max().item()
     return error / scale if math.isfinite(error / scale) else math.inf
@@ -203,13 +203,13 @@ class MeanCheck:
                 for repeated in (False, True) if has_several_rows else (False,):
                     draws = [self._compared(total, first, seed, repeated) for seed in (0, 1)]
                     losses = [draw[_LOSS] for draw in draws]
-                    said = _said(losses, sizes, weighted, self._tolerance)
-                    if not said:
-                        return _said_of_logged(draws, self._tolerance)
+                    problem = _why_loss_differs(losses, sizes, weighted, self._tolerance)
+                    if not problem:
+                        return _why_logged_differs(draws, self._tolerance)
         except Exception as error:  # of any code, on numbers that mean nothing
             _log.info("the loss of a batch cannot be compared with those of its parts: %s", error)
             return ""
-        return said
+        return problem
 
     @cached_property
     def _tolerance(self) -> float:
@@ -225,20 +225,20 @@ class MeanCheck:
         whole, _ = self._run(self.probed.batch, everything, values, sampled, seed)
         parts = split(self.probed.batch, (first, total - first), self.probed.graph.form)
         pieces = [
-            self._run(part, some, values, sampled, seed)
-            for part, some in zip(parts, rows, strict=True)
+            self._run(part, part_rows, values, sampled, seed)
+            for part, part_rows in zip(parts, rows, strict=True)
         ]
-        found = {
+        comparisons = {
             name: _Losses(value, *((part.get(name, 0.0), w * (name in part)) for part, w in pieces))
             for name, value in whole.items()
         }
-        if all(each.error <= self._tolerance for each in found.values()):
-            return found
+        if all(each.error <= self._tolerance for each in comparisons.values()):
+            return comparisons
         # Nobody knows for which sample those of the host are; what is logged may depend on the clock, too.
         again, _ = self._run(self.probed.batch, everything, values, sampled, seed + 2)
         if self.probed.graph.host_random and again[_LOSS] != whole[_LOSS]:
             raise ValueError("it depends on random numbers of Python's or numpy's generators")
-        return {n: x for n, x in found.items() if n == _LOSS or again.get(n) == x.whole}
+        return {n: x for n, x in comparisons.items() if n == _LOSS or again.get(n) == x.whole}
 
     def _run(
         self, batch: Any, rows: slice, values: _StandIns, sampled: _RowsOfDraws, seed: int
@@ -255,12 +255,12 @@ class MeanCheck:
 
         with sampled.of(rows):
             run = view.forward(call, seed=seed, received=values.of(rows), log=log)
-        found = {_LOSS: float(run.loss.detach())} | {
+        means = {_LOSS: float(run.loss.detach())} | {
             name: float(value)
             for name, value, options in metrics_in(calls)
             if kind_of(options) == "mean" and "metric_attribute" not in options
         }
-        return found, float(size if run.weight is None else run.weight)
+        return means, float(size if run.weight is None else run.weight)
 
     def _view(self, size: int) -> StageView:
         """Returns the code after the last layer alone, for so many samples."""
@@ -283,27 +283,28 @@ class _Losses:
 
     @property
     def mean(self) -> float:
-        """What a pipeline makes of the parts."""
+        """Loss that a pipeline computes from the parts."""
         pairs = [(loss, weight) for loss, weight in (self.first, self.second) if weight]
         total = sum(weight for _, weight in pairs)
         return sum(loss * weight for loss, weight in pairs) / total if pairs else math.nan
 
     @property
     def error(self) -> float:
-        """How far that is off, relative to the larger of both."""
+        """Error of that mean, relative to the larger of both."""
         scale = max(abs(self.whole), abs(self.mean), 1e-30)
         return abs(self.mean - self.whole) / scale
 
     @property
     def share(self) -> float:
-        """What the first part must count as for the mean to be right."""
+        """Weight of the first part with which the mean would be right."""
         between = self.first[0] - self.second[0]
         return (self.whole - self.second[0]) / between if between else float("nan")
 
 
-def _said(
+def _why_loss_differs(
     draws: Sequence[_Losses], sizes: tuple[int, int], weighted: bool, tolerance: float
 ) -> str:
+    """Returns why the loss is no mean over samples, and a remedy; empty if it is one."""
     one, other = draws
     if not (abs(one.whole) < float("inf") and abs(other.whole) < float("inf")):
         _log.info("losses cannot be compared: that of a batch of random numbers is %s", one.whole)
@@ -311,7 +312,7 @@ def _said(
     if max(one.error, other.error) <= tolerance:  # NaN is larger than anything
         return ""
     weights = ", weighed by what it returns," if weighted else ""
-    found = (
+    finding = (
         f"the loss of training_step is not a mean over samples: with random numbers in place of layers it is "
         f"{one.whole:.6g} for the example batch of {sum(sizes)} samples, but {one.first[0]:.6g} and "
         f"{one.second[0]:.6g} for the first {sizes[0]} and the other {sizes[1]} of them, whose mean{weights} is "
@@ -319,33 +320,33 @@ def _said(
         "would differ from one process in the same way. "
     )
     if all(_close(d.whole, d.first[0] + d.second[0], tolerance) for d in draws):
-        return f"{found}The loss is a sum over samples: divide it by their number"
+        return f"{finding}The loss is a sum over samples: divide it by their number"
     if 0 < one.share < 1 and _close(one.share, other.share, 10 * tolerance):
         return (
-            f"{found}The first part counts as {one.share:.1%}, though it has {sizes[0] / sum(sizes):.1%} of the "
+            f"{finding}The first part counts as {one.share:.1%}, though it has {sizes[0] / sum(sizes):.1%} of the "
             "samples: a mean over tokens, labels other than -100, or pixels of a mask, of which parts have unlike "
             'numbers. Return {"loss": loss, "weight": that number} from training_step'
         )
     return (
-        f"{found}It depends on which samples come together, as with pairs in one batch (prior preservation, "
+        f"{finding}It depends on which samples come together, as with pairs in one batch (prior preservation, "
         "preferences), negatives from the batch, or a divisor that samples do not share out. Give the module "
         "split_batch(batch, sizes), and count_samples(batch) if a sample is not a row; or train with "
         "strategy.num_microbatches=1. See docs/training.md"
     )
 
 
-def _said_of_logged(draws: Sequence[Mapping[str, _Losses]], tolerance: float) -> str:
+def _why_logged_differs(draws: Sequence[Mapping[str, _Losses]], tolerance: float) -> str:
     one, other = draws
-    found = [
+    deviations = [
         (name, each)
         for name in sorted(one.keys() & other.keys() - {_LOSS})
         for each in (one[name], other[name])
         if math.isfinite(each.whole) and not each.error <= tolerance  # NaN is larger than anything
     ]
-    if not found:
+    if not deviations:
         return ""
-    names = ", ".join(repr(name) for name in dict(found))
-    name, each = found[0]
+    names = ", ".join(repr(name) for name in dict(deviations))
+    name, each = deviations[0]
     return (
         f"training_step logs what is not a mean over samples: {names}. With random numbers in place of layers one "
         f"process would log {each.whole:.6g} as {name!r} for the example batch, and a pipeline, whose value is the "
@@ -367,7 +368,7 @@ class _StandIns:
     Args:
         graph: The step; the loss's code reads some of its layers.
         total: Samples in the batch.
-        seed: Seeds them.
+        seed: Seed of the random numbers.
         repeated: As for `_of_samples`.
     """
 
@@ -435,13 +436,13 @@ class _RowsOfDraws(TorchDispatchMode):
         if self._is_first:
             self._drawn.append((func, out.clone()))
             return out
-        made, whole = self._drawn[position]
-        if made is not func or "randperm" in str(func):
-            raise ValueError(f"the step draws {func} for some samples, and {made} for all")
+        recorded, whole = self._drawn[position]
+        if recorded is not func or "randperm" in str(func):
+            raise ValueError(f"the step draws {func} for some samples, and {recorded} for all")
         return out.copy_(self._part(whole, out))
 
     def _part(self, whole: Tensor, part: Tensor) -> Tensor:
-        """Returns those of the random numbers of a whole batch that its microbatch would have drawn."""
+        """Returns those of the random numbers of a whole batch that its microbatch would have sampled."""
         size = self._rows.stop - self._rows.start
         if whole.shape == part.shape:
             return whole

@@ -16,7 +16,7 @@ several ranks from being a timeline:
 The way from the planned step to the measured one has parts that add up: the planned schedule is simulated again and
 again, each time with one more kind of planned time replaced by the measured one; what each replacement adds is its
 part. What is left between the last simulation and the measured timeline is messages and waiting that the plan does
-not know, and what is left up to the whole step lies outside the pipeline.
+not know, and what is left up to the whole step is outside the pipeline.
 
     planned step | forward | backward | frozen work | sums and exchanges | messages, waiting | outside
                  '--------------- simulated, measured times put in ------'                    = step
@@ -95,7 +95,7 @@ def measured_timeline(
     Args:
         recorded: Instructions with their times, by rank, in the order of the program.
         offsets_s: Clock of each rank minus that of rank 0.
-        placement: Who meets whom when gradients are summed.
+        placement: Ranks of each stage, which meet when gradients are summed.
 
     Returns:
         A timeline that begins at 0.
@@ -131,8 +131,8 @@ def _transfers(recorded: list[list[Span]], begin_s: float) -> Iterator[Transfer]
 
 def without_posts(timeline: Timeline) -> Timeline:
     """Returns the timeline without sends and receives, which take next to no time: for drawings."""
-    kept = tuple(s for s in timeline.spans if not isinstance(s.instruction, Send | Receive))
-    return replace(timeline, spans=kept)
+    spans = tuple(s for s in timeline.spans if not isinstance(s.instruction, Send | Receive))
+    return replace(timeline, spans=spans)
 
 
 def occupation(timeline: Timeline) -> Occupation:

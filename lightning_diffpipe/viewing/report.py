@@ -89,8 +89,8 @@ def numbers(plan: PipelinePlan) -> str:
         f"no bubbles    {seconds(planned.no_bubble_limit_s)} at best",
     ]
     if planned.frozen_s:
-        count, wanted = plan.ranks_per_pipeline, plan.options.encoding_ranks
-        encoding = count if wanted == "auto" else wanted
+        count, encoding_ranks = plan.ranks_per_pipeline, plan.options.encoding_ranks
+        encoding = count if encoding_ranks == "auto" else encoding_ranks
         last = f"the last {encoding} ranks" if encoding > 1 else "the last rank"
         where = "each rank" if encoding == count else last
         lines.append(f"frozen work   {seconds(planned.frozen_s / encoding)} on {where}")
@@ -99,9 +99,9 @@ def numbers(plan: PipelinePlan) -> str:
     if plan.options.shard_optimizer is True:
         lines.append("optimizer     the ranks that hold a stage share its state")
     if planned.offloaded_bytes:
-        held, copies = max(planned.offloaded_bytes), plan.costs.states_s if plan.costs else 0.0
+        most, copies = max(planned.offloaded_bytes), plan.costs.states_s if plan.costs else 0.0
         lines.append(
-            f"optimizer     up to {size(held)} of states in host memory, copied there and back in {seconds(copies)}"
+            f"optimizer     up to {size(most)} of states in host memory, copied there and back in {seconds(copies)}"
         )
     for rank, num_bytes in enumerate(planned.streamed_bytes):
         if num_bytes:
@@ -151,14 +151,14 @@ def _row(
 ) -> list[str]:
     """Adds up layers; frozen ones have neither a backward nor activations."""
     trained = [layer for layer in layers if isinstance(layer, LayerProfile)]
-    kept = sum(x.activation_bytes_per_sample + x.activation_bytes_per_microbatch for x in trained)
+    stored = sum(x.activation_bytes_per_sample + x.activation_bytes_per_microbatch for x in trained)
     return [
         name,
         seconds(sum(layer.forward_s.at(samples) for layer in layers)),
         seconds(sum(layer.backward_s.at(samples) for layer in trained)) if trained else "",
         size(sum(layer.parameter_bytes for layer in layers)),
         boundary,
-        size(kept) if trained else "",
+        size(stored) if trained else "",
         operations(sum(layer.flops_per_sample for layer in layers)),
     ]
 

@@ -51,11 +51,11 @@ def waiting(schedule: Schedule, at: int, rank: int) -> str:
     # Communication takes no time on a rank, so that only computation makes spans.
     done = sum(1 for instruction in program[:at] if isinstance(instruction, Compute))
     done_spans = timeline.spans_of(rank)[:done]
-    kept = [*(span for span in timeline.spans if span.rank != rank), *done_spans]
-    image = draw(kept, schedule.num_ranks, tick_s=1.0).splitlines()
+    shown = [*(span for span in timeline.spans if span.rank != rank), *done_spans]
+    image = draw(shown, schedule.num_ranks, tick_s=1.0).splitlines()
     stands_at = max((round(span.stop_s) for span in done_spans), default=0)
     head, cells = image[rank].split("|", 1)
-    width = len(cells) // max(round(max((s.stop_s for s in kept), default=1.0)), 1)
+    width = len(cells) // max(round(max((s.stop_s for s in shown), default=1.0)), 1)
     here = program[at] if at < len(program) else "the end"
     image[rank] = f"{head}|{cells[: stands_at * width]}{'?':>{width}}          {ARROW}: {here}"
     return "\n".join(image)

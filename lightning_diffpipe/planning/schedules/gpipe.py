@@ -15,8 +15,8 @@ from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
 
 def _program(placement: Placement, num_microbatches: int, rank: int) -> Program:
     (stage,) = placement.stages_of(rank)
-    own = placement.microbatches_of(stage, rank, num_microbatches)
-    return (*(Forward(stage, m) for m in own), *(Backward(stage, m) for m in own))
+    microbatches = placement.microbatches_of(stage, rank, num_microbatches)
+    return (*(Forward(stage, m) for m in microbatches), *(Backward(stage, m) for m in microbatches))
 
 
 gpipe = ScheduleSpec("gpipe", _program, keeps_all=True, auto=True)

@@ -4,7 +4,7 @@ For placements on which nobody knows a closed form: the order is found with time
 proportions, and is run with whatever the work really takes.
 
 **V**: one chain of twice as many stages as ranks, down the ranks and up again. Rank `r` of R holds stages `r`
-and `2R - 1 - r`: the first and the last, the second and the last but one. So both ends of a U-Net's skip lie on
+and `2R - 1 - r`: the first and the last, the second and the last but one. So both ends of a U-Net's skip are on
 one rank, and need not travel; nor does anything at the turning point.
 
     rank 0 | 0F0 0F1 0F2 3F0 3B0  -- 3F1 3F2 3B1  -- 3B2  -- 0B0  -- 0F3 0B1  -- ...
@@ -63,7 +63,7 @@ class ListScheduling:
     """Finds orders of work; microbatches pass every stage in order.
 
     Attributes:
-        placement: Where the stages run, each on one rank.
+        placement: Rank of each stage, one for each.
         ticks: Time of a kind of work on a stage; only proportions matter.
         most_in_flight: Microbatches that a stage may have forwarded, and kept something of.
         splits_backward: Backwards run in two parts, where a stage sends a gradient on.
@@ -148,8 +148,8 @@ class ListScheduling:
             needs = BackwardInput(stage, microbatch)
         else:
             after = self.after[stage]
-            own = Forward(stage, microbatch)
-            needs = own if after is None else self.backward[after][0](after, microbatch)
+            forward = Forward(stage, microbatch)
+            needs = forward if after is None else self.backward[after][0](after, microbatch)
         return needs is None or self.ended.get(needs, math.inf) <= self.now
 
 

@@ -51,8 +51,9 @@ def one_f_one_b_program(
     that keeps twice as many activations, and hides transfers.
     """
     (stage,) = placement.stages_of(rank)
-    own = placement.microbatches_of(stage, rank, num_microbatches)
-    forwards, backwards = [Forward(stage, m) for m in own], [Backward(stage, m) for m in own]
+    microbatches = placement.microbatches_of(stage, rank, num_microbatches)
+    forwards = [Forward(stage, m) for m in microbatches]
+    backwards = [Backward(stage, m) for m in microbatches]
     return in_three_phases(forwards, backwards, warmup_forwards(placement, stage, depth))
 
 
@@ -83,21 +84,21 @@ def forwards_ahead(replicas: int, later_ranks: int, depth: int = 1) -> int:
 
 def _zero_bubble_program(placement: Placement, num_microbatches: int, rank: int) -> Program:
     (stage,) = placement.stages_of(rank)
-    own = placement.microbatches_of(stage, rank, num_microbatches)
-    num_warmup = min(warmup_forwards(placement, stage), len(own))
-    delay = min(stage, len(own))
+    microbatches = placement.microbatches_of(stage, rank, num_microbatches)
+    num_warmup = min(warmup_forwards(placement, stage), len(microbatches))
+    delay = min(stage, len(microbatches))
 
-    program: list[Instruction] = [Forward(stage, m) for m in own[:num_warmup]]
-    for k, microbatch in enumerate(own):
-        if num_warmup + k < len(own):
-            program.append(Forward(stage, own[num_warmup + k]))
+    program: list[Instruction] = [Forward(stage, m) for m in microbatches[:num_warmup]]
+    for k, microbatch in enumerate(microbatches):
+        if num_warmup + k < len(microbatches):
+            program.append(Forward(stage, microbatches[num_warmup + k]))
         if not placement.sends_gradient(stage):
             program.append(Backward(stage, microbatch))
             continue
         program.append(BackwardInput(stage, microbatch))
         if k >= delay:
-            program.append(BackwardWeight(stage, own[k - delay]))
-    program += [BackwardWeight(stage, m) for m in own[len(own) - delay :]]
+            program.append(BackwardWeight(stage, microbatches[k - delay]))
+    program += [BackwardWeight(stage, m) for m in microbatches[len(microbatches) - delay :]]
     return tuple(program)
 
 

@@ -40,7 +40,7 @@ from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b_progra
 
 
 def admitted_batches(placement: Placement) -> int:
-    """Returns NOAM: how many batches each rank of the first stage admits before its first backward is due.
+    """Returns NOAM: how many batches each rank of the first stage admits before its first backward.
 
     The ranks of the pipeline, divided by the ranks of the first stage, rounded up.
     """
