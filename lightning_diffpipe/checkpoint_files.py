@@ -30,7 +30,7 @@ from lightning_diffpipe.errors import CheckpointError, MissingCheckpointError
 from lightning_diffpipe.files import check_writable, remove_abandoned, replacing
 
 _ENDING = ModelCheckpoint.FILE_EXTENSION
-# What training goes on from, besides the weights.
+# Entries from which training continues, in addition to the weights.
 _STATES = ("optimizer_states", "lr_schedulers", "loops")
 
 
@@ -80,8 +80,8 @@ def newest(
         CheckpointError: There are files, and none of them can be read; says why of the newest.
     """
     newest_readable, unreadable = None, None
-    there = {path.resolve() for path in files if path.is_file() or is_sharded(path)}
-    for path in sorted(there, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True):
+    paths = {path.resolve() for path in files if path.is_file() or is_sharded(path)}
+    for path in sorted(paths, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True):
         try:
             step = look_at(path, to_train, weights_only).get("global_step", 0)
         except CheckpointError as error:
@@ -104,7 +104,7 @@ def look_at(
 
     Args:
         path: The file.
-        to_train: Whether it must have all that training goes on from.
+        to_train: Whether the file must have everything that training continues from.
         weights_only: Argument of `torch.load`.
 
     Returns:
@@ -148,10 +148,10 @@ def require_file(path: str | Path) -> None:
         )
     if not _is_local_file_protocol(path):
         try:
-            there = get_filesystem(str(path)).exists(str(path))
+            exists = get_filesystem(str(path)).exists(str(path))
         except Exception as error:  # of any package that knows the protocol
             raise CheckpointError(f"cannot look for the checkpoint {path}: {error}") from error
-        if not there:
+        if not exists:
             raise MissingCheckpointError(f"there is no checkpoint {path}")
         return
     file = local(path)

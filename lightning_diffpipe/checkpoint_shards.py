@@ -165,13 +165,13 @@ def read_tensors(
     """Returns a part of what `read_shards` gave with those tensors, too, whose names it has left in it."""
     names = {name: _stored_name(name) for name in _referenced(value) if wanted(name)}
     reader = dcp.FileSystemReader(path)
-    known = reader.read_metadata().state_dict_metadata
-    if missing := set(names.values()) - known.keys():
+    metadata = reader.read_metadata().state_dict_metadata
+    if missing := set(names.values()) - metadata.keys():
         raise CheckpointError(
             f"{path} lacks {len(missing)} of its tensors, e.g. {min(missing)}; take another checkpoint"
         )
     tensors = {
-        n: torch.empty(known[n].size, dtype=known[n].properties.dtype) for n in names.values()
+        n: torch.empty(metadata[n].size, dtype=metadata[n].properties.dtype) for n in names.values()
     }
     with warnings.catch_warnings(action="ignore"):  # that one process reads
         dcp.load(tensors, storage_reader=reader, no_dist=True)
@@ -188,9 +188,9 @@ def consolidated(checkpoint: dict[str, Any]) -> dict[str, Any]:
     tensors = checkpoint.pop(_TENSORS, None)
     if tensors is None:
         return checkpoint
-    known = {name: tensors.get(name) for name in _referenced(checkpoint)}
+    referenced = {name: tensors.get(name) for name in _referenced(checkpoint)}
     weights = checkpoint["state_dict"]
-    restored: dict[str, Any] = _restored(checkpoint, known)
+    restored: dict[str, Any] = _restored(checkpoint, referenced)
     return restored | {"state_dict": weights}
 
 
@@ -247,8 +247,8 @@ def _referenced(value: Any) -> list[str]:
 
 def _restored(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Returns a value with the tensors that its names stand for, as far as they are given."""
-    known = {_REFERENCE + name: tensor for name, tensor in tensors.items()}
-    return pytree.tree_map_only(str, lambda text: known.get(text, text), value)
+    by_reference = {_REFERENCE + name: tensor for name, tensor in tensors.items()}
+    return pytree.tree_map_only(str, lambda text: by_reference.get(text, text), value)
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ class LostRankError(PipelineTimeoutError):
     """A rank was lost, or nobody knows why a collective broke.
 
     Args:
-        message: Which rank, how, and in which phase.
-        by_signal: Whether it was stopped by SIGTERM.
+        message: Text with the number of the rank, the cause and the phase of the run.
+        by_signal: Whether the rank was stopped by SIGTERM.
     """
 
     def __init__(self, message: str, by_signal: bool = False) -> None:

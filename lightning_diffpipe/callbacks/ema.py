@@ -67,8 +67,8 @@ class EMA(L.Callback):
             2.0
         """
         trained = _trained(module).values()
-        kept = sum(p.numel() * _dtype_of_average(p).itemsize for p in trained)
-        return kept / max(sum(p.numel() * p.element_size() for p in trained), 1)
+        num_bytes = sum(p.numel() * _dtype_of_average(p).itemsize for p in trained)
+        return num_bytes / max(sum(p.numel() * p.element_size() for p in trained), 1)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forgets the averages of an earlier run: the module may be another one, or divided otherwise."""

@@ -204,8 +204,8 @@ def refuse_missing_gpus(values: dict[str, Any], num_ranks: int) -> None:
     import torch
 
     # A launcher may not say how many processes there are on this machine; then as many as are known of.
-    known = int(os.environ.get("LOCAL_RANK", "0")) + 1 if is_launched() else num_ranks
-    present, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", known))
+    num_known = int(os.environ.get("LOCAL_RANK", "0")) + 1 if is_launched() else num_ranks
+    present, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", num_known))
     # Such as `srun --gpus-per-task=1` shows each process its own.
     sees_own = present == 1 and is_launched() and "CUDA_VISIBLE_DEVICES" in os.environ
     if here > present and not sees_own:
@@ -234,11 +234,11 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
     from lightning_diffpipe.training.processes import take_place_in_slurm
 
     take_place_in_slurm()
-    there = os.environ.get("WORLD_SIZE")
-    if there is not None:
-        if int(there) != num_ranks:
+    world_size = os.environ.get("WORLD_SIZE")
+    if world_size is not None:
+        if int(world_size) != num_ranks:
             raise ConfigurationError(
-                f"trainer.devices={num_ranks}, but the launcher started {there} processes"
+                f"trainer.devices={num_ranks}, but the launcher started {world_size} processes"
             )
         return function()
     if num_ranks == 1:

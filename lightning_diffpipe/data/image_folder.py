@@ -215,8 +215,8 @@ class ImageFolderDataModule(CaptionedDataModule):
             self._frames = [num_frames] if isinstance(num_frames, int) else sorted(num_frames)
             for number in self._frames:
                 require_number("num_frames", number, 1, whole=True)
-            made = condition if condition in MADE else None
-            others = {"condition": made, "references": references, "mask": mask}
+            computed = condition if condition in MADE else None
+            others = {"condition": computed, "references": references, "mask": mask}
             for name, value in others.items():
                 if value is not None:
                     raise ConfigurationError(
@@ -287,9 +287,9 @@ class ImageFolderDataModule(CaptionedDataModule):
         if self._split:
             return
         h = self.hparams
-        wanted = {"condition": h.condition, "references": h.references, "mask": h.mask}
-        made = {*MADE, "alpha", None}
-        companions = {kind: key for kind, key in wanted.items() if key not in made}
+        keys = {"condition": h.condition, "references": h.references, "mask": h.mask}
+        without_file = {*MADE, "alpha", None}
+        companions = {kind: key for kind, key in keys.items() if key not in without_file}
         split: list[dict[str, Any]] = [{"entries": [], "shapes": []} for _ in range(2)]
         for folder in self._folders:
             path = Path(folder.folder)
@@ -306,10 +306,10 @@ class ImageFolderDataModule(CaptionedDataModule):
             count = len(entries) + len(errors)
             for entry, shape in self._with_shapes(entries, errors):
                 name = Path(os.path.relpath(entry.path, path)).as_posix()
-                held = share_of(name) < h.validation_share
-                for _ in range(1 if held else folder.repeats):
-                    split[held]["entries"].append(entry._replace(weight=folder.weight))
-                    split[held]["shapes"].append(shape)
+                is_held_back = share_of(name) < h.validation_share
+                for _ in range(1 if is_held_back else folder.repeats):
+                    split[is_held_back]["entries"].append(entry._replace(weight=folder.weight))
+                    split[is_held_back]["shapes"].append(shape)
             if errors:
                 rank_zero_warn(
                     f"{len(errors)} of {count} lines or files of {path} were left out (on_error=skip). The first "
@@ -351,8 +351,8 @@ class ImageFolderDataModule(CaptionedDataModule):
 
     @property
     def _has_buckets(self) -> bool:
-        some = self.hparams.references is not None  # one, or two, or in several shapes
-        return self._sizes is not None or len(self._frames) > 1 or some
+        several = self.hparams.references is not None  # one, or two, or in several shapes
+        return self._sizes is not None or len(self._frames) > 1 or several
 
     def _shape(self, entry: Entry) -> Shape | DataError:
         """Returns what an entry is given, by its header; or why it cannot be used."""
@@ -360,10 +360,10 @@ class ImageFolderDataModule(CaptionedDataModule):
         try:
             with reading(entry.called()):
                 if self._frames:
-                    width, height, there = video_size(entry.path)
-                    frames = max((n for n in self._frames if n <= there), default=None)
+                    width, height, num_frames = video_size(entry.path)
+                    frames = max((n for n in self._frames if n <= num_frames), default=None)
                     if frames is None:
-                        raise too_short(entry.path, there, self._frames[0])
+                        raise too_short(entry.path, num_frames, self._frames[0])
                 else:
                     with Image.open(entry.path) as image:
                         width, height = size_of(image)

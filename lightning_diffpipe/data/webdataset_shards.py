@@ -241,8 +241,8 @@ class WebDatasetDataModule(CaptionedDataModule):
         }
         crop, caption = augmentation.crop(h.resolution, h.resolution), augmentation.caption(caption)
         # Not by webdataset, which cuts images of 16 bits off at 255.
-        given = io.BytesIO(files[image]), caption, crop, h.background, f"the image of {where}"
-        sample = read_sample(*given, others, alpha=h.mask == "alpha")
+        arguments = io.BytesIO(files[image]), caption, crop, h.background, f"the image of {where}"
+        sample = read_sample(*arguments, others, alpha=h.mask == "alpha")
         if h.condition in MADE:
             sample["condition"] = MADE[h.condition](sample["image"])
         if self._references:

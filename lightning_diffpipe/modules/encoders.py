@@ -1,4 +1,4 @@
-"""What a denoiser needs first: token tensors of captions.
+"""Token tensors of captions, the first input of a denoiser.
 
 Captions have one fixed length, because every microbatch must have the same shapes: padding to the longest caption
 of a batch would give stages boundaries that change from batch to batch.

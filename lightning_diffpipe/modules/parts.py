@@ -138,7 +138,7 @@ class PartsModule(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        # What `model_index.json` says beside the parts, such as diffusers' pipeline class.
+        # Entries of `model_index.json` that are no parts, such as diffusers' pipeline class.
         self.pipeline_index: dict[str, Any] = {}
         self._lora: Lora | None = None
         self._base: BaseModel | None = None
@@ -195,7 +195,7 @@ class PartsModule(L.LightningModule):
 
         Args:
             lora: Their settings, and the file to go on from.
-            train_text_encoder: Whether text encoders are.
+            train_text_encoder: Whether text encoders are trained.
             loader: A pipeline's class, which reads such a file.
 
         Raises:
@@ -366,7 +366,7 @@ class PartsModule(L.LightningModule):
         """Returns the call of `sample`, for samplers that run its loop step by step.
 
         Args:
-            prompts: What to draw.
+            prompts: Texts, one for each image.
             settings: Further arguments of `sample`.
         """
         parts = {**self.parts, "scheduler": self.scheduler}
@@ -387,7 +387,7 @@ class PartsModule(L.LightningModule):
             path: Folder with `model_index.json`, or a hub id.
             frozen_dtype: Type of what is not trained; None for that in which each part is stored, but for an
                 autoencoder that asks for float32 (`force_upcast`). What is trained has float32.
-            quantization: How each rank quantizes the frozen linear layers that it runs: `"nf4"`, `"int8"`,
+            quantization: Format to which each rank quantizes its frozen linear layers: `"nf4"`, `"int8"`,
                 `"float8"`, or more; for all components but autoencoders, or by their names. See
                 `quantization_named`.
             kwargs: Further arguments of `__init__`; a part given here replaces the stored one.
@@ -404,11 +404,11 @@ class PartsModule(L.LightningModule):
             if name not in kwargs and index.get(name) and index[name][0] is not None
         }
         cls.check_parts({**stored, **kwargs}, f"{path}/model_index.json")
-        given = {name: kwargs[name] for name in cls.part_names if kwargs.get(name) is not None}
-        outlines = {n: PartOutline(type(p), getattr(p, "config", {})) for n, p in given.items()}
+        replacing = {name: kwargs[name] for name in cls.part_names if kwargs.get(name) is not None}
+        outlines = {n: PartOutline(type(p), getattr(p, "config", {})) for n, p in replacing.items()}
         cls._check_outlines(outlines | {n: outline_of_part(*each) for n, each in stored.items()})
         dtype = dtype_named("frozen_dtype", frozen_dtype)
-        quantizations = quantizations_of(quantization, [*stored, *given])
+        quantizations = quantizations_of(quantization, [*stored, *replacing])
         parts = {name: load_for_training(*entry, dtype) for name, entry in stored.items()}
         module = cls(**parts, **kwargs)
         module.train_in_float32()
@@ -527,7 +527,7 @@ class PartsModule(L.LightningModule):
                 replaced so.
         """
         files = lora_files(Path(path), adapted_parts(self.parts) or self.parts)
-        weights = {folder: lora_weights(own, names, state) for folder, own in files.items()}
+        weights = {folder: lora_weights(parts, names, state) for folder, parts in files.items()}
         # Of a class outside of diffusers the index has a list.
         pipeline = getattr(diffusers, str(self.pipeline_index.get("_class_name")), None)
         loaded = getattr(pipeline, "_lora_loadable_modules", [])
@@ -573,26 +573,26 @@ class PartsModule(L.LightningModule):
             for name, stored in checkpoint.get(_FILES_KEY, {}).items():
                 if self.strict_loading and weights and name in self.parts and "adapters" in stored:
                     prefix = f"{name}."
-                    own = {
+                    of_part = {
                         n.removeprefix(prefix): v
                         for n, v in weights.items()
                         if n.startswith(prefix)
                     }
-                    refuse_others(name, self.parts[name], stored["adapters"], own)
+                    refuse_others(name, self.parts[name], stored["adapters"], of_part)
         base = BaseModel.recorded(checkpoint)
         if weights and base.samples:
             checkpoint["state_dict"] = self._completed(weights, base)
 
     def _completed(self, weights: Mapping[str, Tensor], base: BaseModel) -> dict[str, Tensor]:
         """Returns the weights of a checkpoint with those that it leaves to its base, from which the parts are."""
-        found = dict(weights)
+        completed = dict(weights)
         parts = self.parts
         for name in [name for name in base.samples if name in parts]:
-            own, prefix = parts[name].state_dict(), f"{name}."
+            present, prefix = parts[name].state_dict(), f"{name}."
             stored = {n.removeprefix(prefix): v for n, v in weights.items() if n.startswith(prefix)}
-            whole = base.completed(name, own, stored)
-            found |= {prefix + key: value for key, value in whole.items()}
-        return found
+            whole = base.completed(name, present, stored)
+            completed |= {prefix + key: value for key, value in whole.items()}
+        return completed
 
     @classmethod
     def from_checkpoint(
@@ -630,10 +630,10 @@ class PartsModule(L.LightningModule):
         for name in parts:
             if not checkpoint[_FILES_KEY][name].get("adapters"):
                 refuse_adapted([n for n in weights if n.startswith(f"{name}.")], str(path))
-        kept = {name: value for name, value in weights.items() if not name.startswith(replaced)}
+        to_load = {name: value for name, value in weights.items() if not name.startswith(replaced)}
         below = BaseModel(below.path, {n: s for n, s in below.samples.items() if n in parts})
-        kept = module._completed(kept, below)
-        module.load_state_dict(kept, strict=not replaced)
+        to_load = module._completed(to_load, below)
+        module.load_state_dict(to_load, strict=not replaced)
         stores_all = module._lora is not None and module._lora.store_all
         left = {n: s for n, s in below.samples.items() if not stores_all or has_quantized(parts[n])}
         module._base = BaseModel(below.path, left) if left else None
@@ -706,16 +706,16 @@ def checkpoint_part_weights(
     """
     prefix, stored = f"{name}.", checkpoint[_FILES_KEY][name]
     weights = checkpoint_weights(checkpoint, ema).items()
-    own = {n.removeprefix(prefix): value for n, value in weights if n.startswith(prefix)}
+    of_part = {n.removeprefix(prefix): value for n, value in weights if n.startswith(prefix)}
     below = BaseModel.recorded(checkpoint, base)
     if name in below.samples:
         part = from_base(below, name, stored)
-        own = below.completed(name, part.state_dict(), own)
+        of_part = below.completed(name, part.state_dict(), of_part)
     elif not stored.get("adapters"):
-        return own
+        return of_part
     else:
         part = from_stored(stored)
-    part.load_state_dict(own)
+    part.load_state_dict(of_part)
     return merged(part).state_dict()
 
 

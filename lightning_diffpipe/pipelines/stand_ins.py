@@ -1,4 +1,4 @@
-"""What takes the place of a pipeline's parts while its `__call__` runs for something else than an image.
+"""Stand-ins for a pipeline's parts, with which its `__call__` runs for another purpose than an image.
 
 A `StandIn` has some members of its own and passes on everything else, so that configs and types are those of the
 real part. The functions below make those of training; `trial.py` makes further ones.
@@ -37,14 +37,14 @@ def checked_arguments(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, 
     """Runs a pipeline's call until it has checked its arguments, which needs no weights.
 
     Returns:
-        What was checked, by name; None where the call checks nothing, or fails before it does, as for lack of a
-        part.
+        The checked arguments, by name; None where the call checks nothing, or fails before it does, as for lack of
+        a part.
 
     Raises:
-        ConfigurationError: What the check says.
+        ConfigurationError: The check fails; with its message.
     """
-    found: dict[str, Any] = {}
-    twin = copy.copy(pipeline)
+    checked: dict[str, Any] = {}
+    copied = copy.copy(pipeline)
 
     def check(*values: Any, **named: Any) -> None:
         try:
@@ -52,16 +52,16 @@ def checked_arguments(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, 
         except ValueError as error:
             raise ConfigurationError(f"{type(pipeline).__name__}: {error}") from error
         bound = inspect.signature(pipeline.check_inputs).bind(*values, **named)
-        found.update(bound.arguments)
+        checked.update(bound.arguments)
         raise Captured
 
-    twin.check_inputs = check
+    copied.check_inputs = check
     try:
-        twin(**arguments)
+        copied(**arguments)
     except ConfigurationError:
         raise
     except Captured:
-        return found
+        return checked
     except Exception:  # without weights a call may fail in any way; with them it will say why
         return None
     return None
@@ -192,7 +192,7 @@ class PaddingProcessor(StandIn):
 
     Args:
         real: The processor.
-        most_tokens: So many tokens it reads besides those of images, of which it cuts off the rest.
+        most_tokens: Maximum number of tokens, those of images not counted; further ones are cut off.
         note: As `PaddingTokenizer` takes it.
 
     Attributes:
@@ -220,9 +220,9 @@ class PaddingProcessor(StandIn):
 
 def in_own_precision(vae: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Returns a context without autocast for an autoencoder that asks for it (`force_upcast` in its config)."""
-    known = torch.amp.is_autocast_available(device.type)  # not so of models on paper
+    can_autocast = torch.amp.is_autocast_available(device.type)  # not so of models on paper
     if (
-        known
+        can_autocast
         and getattr(vae.config, "force_upcast", False)
         and torch.is_autocast_enabled(device.type)
     ):
@@ -301,11 +301,11 @@ class Lockstep:
     an entry for each. What prepares images and texts does so once for each sample.
 
     Args:
-        networks: Those that are called, by name.
-        encoders: Those whose `encode` is; of what it returns only the mode of the posterior is left.
+        networks: Networks that are called, by name.
+        encoders: Autoencoders whose `encode` is called; only the mode of its posterior is used.
         processors: Prepare texts and images.
         images: Prepares images, with `resize` and `preprocess`; None if nothing does.
-        num_samples: So many.
+        num_samples: Number of samples.
     """
 
     def __init__(
@@ -331,19 +331,19 @@ class Lockstep:
     def parts(self) -> Iterator[dict[str, Any]]:
         """Yields the stand-ins for a run of the call, sample by sample."""
         for answers, (processors, methods) in zip(self._answers, self._prepared, strict=True):
-            given = iter(answers)
+            replies = iter(answers)
             parts: dict[str, Any] = {name: make() for name, make in processors.items()}
             for name, part in self._networks.items():
-                call = partial(self._ask, part, given)
+                call = partial(self._ask, part, replies)
                 parts[name] = StandIn(part, call=call, dtype=part.dtype)
             for name, part in self._encoders.items():
-                mode = partial(self._ask, partial(_mode, part), given)
+                mode = partial(self._ask, partial(_mode, part), replies)
                 parts[name] = StandIn(
                     part, encode=lambda pixels, mode=mode: posterior_of(mode(pixels))
                 )
             if methods:
-                own = {name: make() for name, make in methods.items()}
-                parts["image_processor"] = StandIn(self._images, **own)
+                stand_ins = {name: make() for name, make in methods.items()}
+                parts["image_processor"] = StandIn(self._images, **stand_ins)
             yield parts
 
     def _ask(self, compute: Any, given: Iterator[Any], *args: Any, **options: Any) -> Any:
@@ -354,14 +354,14 @@ class Lockstep:
 
     def answer(self) -> bool:
         """Computes what all samples have asked for in the last run; returns whether they did."""
-        asked, self._asked = self._asked, []
-        if not asked:
+        calls, self._asked = self._asked, []
+        if not calls:
             return False
-        args = [_joined(values) for values in zip(*(args for _, args, _ in asked), strict=True)]
-        options = {name: _joined([each[name] for *_, each in asked]) for name in asked[0][2]}
-        answer = asked[0][0](*args, **options)
+        args = [_joined(values) for values in zip(*(args for _, args, _ in calls), strict=True)]
+        options = {name: _joined([each[name] for *_, each in calls]) for name in calls[0][2]}
+        answer = calls[0][0](*args, **options)
         for index, answers in enumerate(self._answers):
-            rows = lambda x, index=index: x.chunk(len(asked))[index] if x.ndim else x
+            rows = lambda x, index=index: x.chunk(len(calls))[index] if x.ndim else x
             answers.append(pytree.tree_map_only(Tensor, rows, answer))
         return True
 
@@ -385,7 +385,7 @@ class Certain:
     """A posterior without a spread.
 
     Attributes:
-        mean: What it gives, `(B, ...)`.
+        mean: Its mode and every sample, `(B, ...)`.
     """
 
     mean: Tensor
@@ -452,10 +452,10 @@ def encoding_first_frames(
 
     Args:
         real: The autoencoder.
-        images: What is animated, `(B, 3, H, W)` in [0, 1].
+        images: Images to animate, `(B, 3, H, W)` in [0, 1].
         noise: Mean and deviation of the logarithm of the deviation of the noise that is added to the first frame,
             whose pixels are in [-1, 1]; None for no noise.
-        generator: Of that noise and of what is drawn from posteriors; None for the global one.
+        generator: Of that noise and of samples of posteriors; None for the global one.
     """
     encode, answers, number = encoding(real), list[Any](), itertools.count()
 
@@ -490,7 +490,7 @@ def encoding_first_frames(
 
 
 def first_frame_processor(real: Any) -> StandIn:
-    """Returns a processor that takes images in [0, 1] of the size that is drawn to [-1, 1], and reads no values."""
+    """Returns a processor that takes images in [0, 1] of the sampled size to [-1, 1], and reads no values."""
     return StandIn(real, preprocess=lambda image, *_, **__: 2 * image - 1)
 
 
@@ -559,7 +559,7 @@ def is_followed(real: Any) -> bool:
 
 
 def dropping_encoder(real: Any, shown: Tensor) -> StandIn:
-    """Returns an autoencoder whose encodings of some samples are zeros, as a pipeline draws without an image.
+    """Returns an autoencoder whose encodings of some samples are zeros, as a pipeline samples without an image.
 
     Args:
         real: Encodes; of what it returns only the mode of the posterior is left.
@@ -575,18 +575,18 @@ def dropping_encoder(real: Any, shown: Tensor) -> StandIn:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a denoiser is given a number that belongs to a sample, such as the height of its image.
+    """A place among a denoiser's arguments with a number that belongs to a sample, such as its image's height.
 
     Attributes:
-        path: Where it stands in `(args, options)` of the denoiser, as `given` has it: of lists before it the number
-            of entries does not count, which may be that of the samples.
-        argument: Of the pipeline's call, whose value it is.
-        entry: Which number of that value.
-        column: Along the last axis of the tensor; None if it has this number only, maybe for each token.
+        path: Path in `(args, options)` of the denoiser, as `given` has it: of lists before it the number of entries
+            does not count, which may be that of the samples.
+        argument: Argument of the pipeline's call that has the number.
+        entry: Index of the number in that argument.
+        column: Index along the last axis of the tensor; None if it has this number only, maybe for each token.
         factor: The denoiser is given `factor * number + offset`.
         offset: See `factor`.
-        fixed: What tokens are given that are told another number, which stays: those of a first frame, without
-            noise, 0; None if there are none.
+        fixed: Another number that some tokens are given, which is not replaced: 0 for those of a first frame
+            without noise; None if there are none.
     """
 
     path: pytree.KeyPath
@@ -621,30 +621,30 @@ def per_sample(real: Any, places: Sequence[Place], values: Mapping[str, Tensor])
     """Returns a denoiser that is given numbers for each sample where the pipeline gives it those of one.
 
     Args:
-        real: Computes.
-        places: Where they are given.
-        values: The numbers, `(B, entries)`, by argument; those of the pipeline stay where there are none.
+        real: The denoiser.
+        places: Places of the numbers among its arguments.
+        values: The numbers, `(B, entries)`, by argument; the pipeline's own stay where there are none.
     """
-    known = [place for place in places if place.argument in values]
+    replaced = [place for place in places if place.argument in values]
 
     def call(*args: Any, **options: Any) -> Any:
-        found, structure = _flat((args, options))
-        leaves = dict(found)
-        for place in known:
+        flat, structure = _flat((args, options))
+        leaves = dict(flat)
+        for place in replaced:
             # Pipelines that compare the time with a boundary have it on the host.
             common = leaves[place.path].to(values[place.argument].device)
             numbers = place.factor * values[place.argument][:, place.entry] + place.offset
-            leaves[place.path] = own = numbers.to(common)
+            leaves[place.path] = value = numbers.to(common)
             if place.column is None:
-                own = own.view(-1, *[1] * (common.ndim - 1)).expand(-1, *common.shape[1:])
+                value = value.view(-1, *[1] * (common.ndim - 1)).expand(-1, *common.shape[1:])
                 if place.fixed is not None:
-                    own = torch.where(common == place.fixed, common, own)
-                leaves[place.path] = own
+                    value = torch.where(common == place.fixed, common, value)
+                leaves[place.path] = value
             else:
                 columns = list(common.unbind(-1))
-                columns[place.column] = own
+                columns[place.column] = value
                 leaves[place.path] = torch.stack(columns, -1)
         args, options = pytree.tree_unflatten(leaves.values(), structure)
         return real(*args, **options)
 
-    return StandIn(real, call=call) if known else real
+    return StandIn(real, call=call) if replaced else real

@@ -189,7 +189,7 @@ class Trial:
 
     @property
     def _given(self) -> Any:
-        """What the denoiser was given in the last run."""
+        """The arguments of the denoiser in the last run."""
         return self._calls[self._step.denoiser][0]
 
     def _decoded(
@@ -198,11 +198,11 @@ class Trial:
         times: Sequence[float] | None = None,
         further: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Returns what reaches the decoder for latents that are drawn so, given further arguments of the call."""
+        """Returns the decoder's input for latents from `draw`, with further arguments of the call."""
         times = times or (self._step.time_at(0.001),)
         self._drawn.clear()
         self._calls.clear()
-        found: list[Tensor] = []
+        decoded: list[Tensor] = []
 
         def recorded(shape: Sequence[int]) -> Tensor:
             self._drawn.append(tuple(shape))
@@ -210,7 +210,7 @@ class Trial:
 
         def step(_: Tensor, sample: Tensor) -> Tensor:
             if self._step.decoder is None:
-                found.append(sample)
+                decoded.append(sample)
             return sample
 
         discrete = "beta_schedule" in self._parts["scheduler"].config
@@ -222,15 +222,15 @@ class Trial:
             self._image(torch.ones(len(times))) | self._size | dict(further or {}),
             self._parts,
             step,
-            found.append,
+            decoded.append,
         )
-        counts = len(self._drawn), len(self._calls[self._step.denoiser]), len(found)
+        counts = len(self._drawn), len(self._calls[self._step.denoiser]), len(decoded)
         if counts != (1, 1, 1):
             raise ConfigurationError(
                 f"in one step {self._step.name} draws noise {counts[0]} times, calls its denoiser {counts[1]} "
                 f"times and decodes {counts[2]} times; training can follow pipelines that do each of them once"
             )
-        return found[0].float()
+        return decoded[0].float()
 
     @property
     def _size(self) -> dict[str, int]:
@@ -253,7 +253,7 @@ class Trial:
         return {self._step.image: pictures if len(pictures) > 1 else pictures[0]}
 
     def reads_several(self) -> bool:
-        """Says whether a sample may have several images, from a run with two."""
+        """Returns whether a sample may have several images, by a run with two."""
         try:
             self._decoded(torch.zeros, further=self._image(torch.tensor([0.2, 0.9])))
         except torch.OutOfMemoryError:
@@ -328,7 +328,7 @@ class Trial:
                 )
 
     def refused_image(self) -> ConfigurationError | None:
-        """Says why training cannot follow what becomes of the image, from runs with a black and a grey one."""
+        """Returns the error if training cannot follow the use of the image, by runs with a black and a grey one."""
         step = self._step
         if step.image is None:
             return None
@@ -395,7 +395,7 @@ class Trial:
         return tuple(places)
 
     def tail(self) -> Tail:
-        """Finds out what happens to latents between the loop and the decoder.
+        """Determines the pipeline's operations on latents between the loop and the decoder.
 
         Raises:
             ConfigurationError: More than an order of axes, a factor and an offset for each channel.
@@ -411,7 +411,7 @@ class Trial:
         if self._step.animates:
             whole = decoded
             is_given = [not frame.any() for frame in scale.unbind(2)]
-            num_given = next((n for n, given in enumerate(is_given) if not given), 0)
+            num_given = next((n for n, each in enumerate(is_given) if not each), 0)
             decoded = lambda draw: whole(draw)[:, :, num_given:]
             shift, scale = shift[:, :, num_given:], scale[:, :, num_given:]
         refusal = ConfigurationError(

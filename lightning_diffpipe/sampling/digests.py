@@ -15,7 +15,7 @@ as little as one tensor: an optimizer changes all elements of one, weight decay 
 Not caught: single bytes that a disk or a network has changed elsewhere in a large tensor, and a table of which only
 a few rows were trained, such as embeddings of classes. For these, compare checksums of the files.
 
-Requests are compared as well, as text: rank 0's is drawn, and who asks for another one does not get it unawares.
+Requests are compared as well, as text: rank 0's is sampled, and a rank that was given another one raises an error.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Identity:
         options: Arguments of the Predictor, as text by name.
         config: Of the denoiser, as text by name.
         weights: Digests of all tensors by name.
-        origin: Where the weights are, for messages.
+        origin: Host and folder of the weights, for messages.
         files: File of each tensor, if there are several.
     """
 
@@ -89,13 +89,13 @@ class Identity:
         digests, files = {}, {}
         for path in sorted(read):
             if path.suffix != ".bin":
-                own = digests_of_safetensors(path)
+                of_file = digests_of_safetensors(path)
             else:  # whose tensors are not known
                 size = path.stat().st_size
                 whole = torch.from_file(str(path), size=size, dtype=torch.uint8)
-                own = {path.name: digest_of_tensor(whole)}
-            digests |= own
-            files |= dict.fromkeys(own, f"/{path.name}")
+                of_file = {path.name: digest_of_tensor(whole)}
+            digests |= of_file
+            files |= dict.fromkeys(of_file, f"/{path.name}")
         texts = as_texts({k: v for k, v in config.items() if not k.startswith("_")})
         return cls({}, texts, digests | loras, f"{socket.gethostname()}:{folder}", files)
 

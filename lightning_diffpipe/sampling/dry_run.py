@@ -59,7 +59,7 @@ def dry_run_of(call: PipelineCall) -> Call:
 
     Raises:
         ConfigurationError: It runs no loop of denoiser calls and scheduler steps, or not with this scheduler.
-        Exception: What the pipeline's own checks raise.
+        Exception: The pipeline's own checks fail.
     """
     first = _ObservedRun(_quiet(call), None)
     request, record, num_steps = first.request, first.record, len(first.timesteps)
@@ -172,8 +172,8 @@ def _as_first(first: Any, before: Any, now: Any) -> Any:
     (ones, one_spec), (others, other_spec) = map(pytree.tree_flatten, (first, before))
     if not one_spec == other_spec == spec:
         return now
-    kept = [a if a is b and same(a, c) else c for a, b, c in zip(ones, others, flat, strict=True)]
-    return pytree.tree_unflatten(kept, spec)
+    leaves = [a if a is b and same(a, c) else c for a, b, c in zip(ones, others, flat, strict=True)]
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def _refuse_predicted_variance(step: Step) -> None:
@@ -199,11 +199,11 @@ def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:
 
     def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
         nonlocal is_mixed
-        given = arguments[latents_name(arguments)]
-        if what == "latents" and (given.ndim == before.ndim or given.ndim > before.ndim >= 4):
-            axis = 1 if given.ndim == 3 else -2
+        latents = arguments[latents_name(arguments)]
+        if what == "latents" and (latents.ndim == before.ndim or latents.ndim > before.ndim >= 4):
+            axis = 1 if latents.ndim == 3 else -2
             size = before.shape[axis] // 2
-            is_mixed |= bool(given.narrow(axis, size, given.shape[axis] - size).isnan().any())
+            is_mixed |= bool(latents.narrow(axis, size, latents.shape[axis] - size).isnan().any())
         zeros = predicted_zeros(call.parts[name], arguments)
         noise = [_random(x, len(x)) for x in zeros]
         return Prediction(map(_half_marked, noise) if what == "predictions" else noise)
@@ -296,17 +296,17 @@ def _copies(call: Call) -> bool:
 def _growing(call: Call, num: int) -> tuple[dict[str, int], str]:
     """Returns rows of the denoiser's arguments for each sample, and which argument has the latents."""
     here = _quiet(call.pipeline)
-    known = inspect.signature(getattr(type(here.pipeline), here.method)).parameters
+    parameters = inspect.signature(getattr(type(here.pipeline), here.method)).parameters
     reason: Exception | None = None
-    for num_more, arguments in with_more_samples(here.arguments, known):
+    for num_more, arguments in with_more_samples(here.arguments, parameters):
         record = replace(here.record, answers={})
         try:
             run = _ObservedRun(
                 replace(here, arguments=arguments, record=record), len(call.timesteps)
             )
             rows = dict[str, int]()
-            for one, other in zip(call.phases, run.request.phases, strict=True):
-                calls = zip(itertools.chain(*one.calls), itertools.chain(*other.calls), strict=True)
+            for few, more in zip(call.phases, run.request.phases, strict=True):
+                calls = zip(itertools.chain(*few.calls), itertools.chain(*more.calls), strict=True)
                 for pair in calls:
                     of_call = growing(*pair, num, num_more)
                     rows |= {n: max(each, rows.get(n, 0)) for n, each in of_call.items()}
@@ -364,14 +364,14 @@ class _MarkedSampleRun:
         _run(run, self._on_denoise, self._on_step, after=self._refuse_marked)
 
     def _on_denoise(self, name: str, arguments: dict[str, Any]) -> Any:
-        given = arguments[latents_name(arguments)]
+        latents = arguments[latents_name(arguments)]
         zeros = predicted_zeros(self._parts[name], arguments)[0]
         out = _random(zeros, self._num_left)
         if self._num_left < self._num_steps:
-            rows = rows_with_nan(given)
-            self.inputs = self._order_of(rows, len(given))
+            rows = rows_with_nan(latents)
+            self.inputs = self._order_of(rows, len(latents))
             out[sorted(rows)] = _NAN
-        elif self._num_left == 1 and len(given) > self._num:
+        elif self._num_left == 1 and len(latents) > self._num:
             raise InseparableError("one step does not show the order of rows of its guidance")
         return Prediction((out,))
 
@@ -403,9 +403,9 @@ class _MarkedSampleRun:
 
 
 def count_samples(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns how many prompts a pipeline is given, and how many samples it draws of each."""
-    given = [arguments[name] for name in _OF_PROMPTS if arguments.get(name) is not None]
-    prompts = len(given[0]) if given and isinstance(given[0], list | tuple | Tensor) else 1
+    """Returns the number of prompts that a pipeline is given, and of samples for each."""
+    values = [arguments[name] for name in _OF_PROMPTS if arguments.get(name) is not None]
+    prompts = len(values[0]) if values and isinstance(values[0], list | tuple | Tensor) else 1
     each = [arguments[name] for name in _PER_PROMPT if arguments.get(name)]
     return arguments.get("batch_size") or prompts, each[0] if each else 1
 
@@ -413,7 +413,7 @@ def count_samples(arguments: Mapping[str, Any]) -> tuple[int, int]:
 def with_more_samples(
     arguments: Mapping[str, Any], known: Collection[str]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields arguments of a pipeline for more samples, with their number: the first that can be drawn will do.
+    """Yields arguments of a pipeline for more samples, with their number: the first that can be sampled will do.
 
     Args:
         arguments: Of the request.
@@ -488,8 +488,8 @@ def growing(one: Any, more: Any, num: int, num_more: int, place: str = "") -> di
 
 def _together(place: str, inside: list[Any], num: int, num_more: int) -> dict[str, int]:
     rows = {place: 0} if place else {}
-    for one, more, inner_place in inside:
-        rows |= growing(one, more, num, num_more, inner_place)
+    for few, more, inner_place in inside:
+        rows |= growing(few, more, num, num_more, inner_place)
     return rows
 
 

@@ -71,7 +71,7 @@ class PipelineCall:
         parts: The parts that are here, by name.
         names: Of all parts; those that are not here are answered from the record.
         absent: Parts that the pipeline does without.
-        record: What parts answered.
+        record: Recorded answers of the parts.
     """
 
     pipeline: Any
@@ -95,7 +95,7 @@ class PipelineCall:
 
     @property
     def needed(self) -> list[str]:
-        """Parts besides the first denoiser that every rank needs, since the loop calls them."""
+        """Parts that every rank needs, since the loop calls them; without the first denoiser."""
         return [*self.denoisers[1:], *sorted(self.record.in_loop)]
 
     @property
@@ -113,52 +113,54 @@ class PipelineCall:
         """Runs the call.
 
         Args:
-            on_denoise: (denoiser, arguments by name) -> what it returns.
-            on_step: (step of the scheduler) -> what that returns.
+            on_denoise: (denoiser, arguments by name) -> its return value.
+            on_step: (step of the scheduler) -> its return value.
             record: Record into this, instead of answering from the one that is there.
             is_looping: Whether the loop has started, for the record.
 
         Returns:
-            What the pipeline returns.
+            The return value of the pipeline.
         """
         shell = copy.copy(self.pipeline)
-        own = vars(shell)
+        attributes = vars(shell)
         if isinstance(shell, nn.Module):
-            own["_modules"] = {}
+            attributes["_modules"] = {}
         else:
-            own.update(copied({n: x for n, x in own.items() if type(x) in (list, dict, set)}))
+            containers = {n: x for n, x in attributes.items() if type(x) in (list, dict, set)}
+            attributes.update(copied(containers))
         turns: Counter[str] = Counter()
-        known = self.record or Record()
-        controls = Controls(known.controls, self.parts, self.device)
+        replayed = self.record or Record()
+        controls = Controls(replayed.controls, self.parts, self.device)
         for name in self.names:
             part = self.parts.get(name)
             if name in self.absent:
-                own[name] = None
+                attributes[name] = None
             elif name == "scheduler":
-                own[name] = _stepping_by(part, controls.forgotten_after(on_step))
+                attributes[name] = _stepping_by(part, controls.forgotten_after(on_step))
             elif name in self.denoisers:
-                own[name] = answered_by(part, _of_samples(controls.read_by(on_denoise, name)))
+                answer = _of_samples(controls.read_by(on_denoise, name))
+                attributes[name] = answered_by(part, answer)
             elif record is not None:
-                own[name] = Recorder(part, name, record, is_looping)
-            elif name in known.controls:
-                own[name] = answered_by(part, functools.partial(controls.ask, name))
-            elif name in known.in_loop:
-                own[name] = part
+                attributes[name] = Recorder(part, name, record, is_looping)
+            elif name in replayed.controls:
+                attributes[name] = answered_by(part, functools.partial(controls.ask, name))
+            elif name in replayed.in_loop:
+                attributes[name] = part
             else:
-                own[name] = Replayed(name, known, part, self.device, turns)
+                attributes[name] = Replayed(name, replayed, part, self.device, turns)
         for name in _METHODS:
             if callable(getattr(shell, name, None)):
-                own[name] = self._method(shell, name, record, turns)
-        own["_progress_bar_config"] = {"disable": True}
+                attributes[name] = self._method(shell, name, record, turns)
+        attributes["_progress_bar_config"] = {"disable": True}
         call = getattr(shell, self.method) if self.method != "__call__" else shell
-        # Every run draws the same, and what it changes in place no other run sees.
+        # Every run samples the same, and what it changes in place no other run sees.
         arguments = copied(restored(snapshot(self.arguments)))
         leaves = pytree.tree_leaves(arguments)
         result = call(**arguments)
         if record is None:  # as if it had run once
-            for own, used in zip(pytree.tree_leaves(self.arguments), leaves, strict=True):
-                if isinstance(own, torch.Generator):
-                    own.set_state(used.get_state())
+            for argument, used in zip(pytree.tree_leaves(self.arguments), leaves, strict=True):
+                if isinstance(argument, torch.Generator):
+                    argument.set_state(used.get_state())
         return result
 
     def _method(
@@ -168,12 +170,12 @@ class PipelineCall:
 
         @functools.wraps(method)
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            before = {known: len(answers) for known, answers in record.answers.items()}
+            before = {earlier: len(answers) for earlier, answers in record.answers.items()}
             answer = method(*args, **kwargs)
-            for known, answers in list(record.answers.items()):
-                del answers[before.get(known, 0) :]
+            for earlier, answers in list(record.answers.items()):
+                del answers[before.get(earlier, 0) :]
                 if not answers:
-                    del record.answers[known]
+                    del record.answers[earlier]
             record.answers.setdefault(path, []).append(answer)
             return copied(answer)
 
@@ -188,13 +190,13 @@ class PipelineCall:
         return recorded if record is not None else replayed
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what travels to other ranks: no parts but the scheduler, and no functions among the arguments."""
+        """Returns the state that other ranks get: of the parts only the scheduler, of the arguments no functions."""
         shell = copy.copy(self.pipeline)
-        own = vars(shell)
+        attributes = vars(shell)
         for name in (*self.names, "_modules", "_trainer", "_fabric"):
-            own.pop(name, None)
+            attributes.pop(name, None)
         if isinstance(shell, nn.Module):
-            own["_modules"] = {}
+            attributes["_modules"] = {}
         return {
             "pipeline": shell,
             "method": self.method,
@@ -332,25 +334,25 @@ def attention_processors(parts: Mapping[str, Any]) -> list[tuple[nn.Module, Any]
 
 def snapshot(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns arguments with the states of their generators in place of these; samples may share one."""
-    known: dict[int, _Generator] = {}
+    states: dict[int, _Generator] = {}
 
     def stored(generator: torch.Generator) -> _Generator:
         state = _Generator(generator.get_state(), str(generator.device))
-        return known.setdefault(id(generator), state)
+        return states.setdefault(id(generator), state)
 
     return pytree.tree_map_only(torch.Generator, stored, dict(arguments))
 
 
 def restored(arguments: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """Returns arguments with generators of their own, in the states that were taken; of `device` if of its type."""
-    known: dict[int, torch.Generator] = {}
+    generators: dict[int, torch.Generator] = {}
 
     def made(stored: _Generator) -> torch.Generator:
-        if id(stored) not in known:
-            own = torch.device(stored.device)
-            generator = torch.Generator(device if device and device.type == own.type else own)
-            known[id(stored)] = generator.set_state(stored.state)
-        return known[id(stored)]
+        if id(stored) not in generators:
+            place = torch.device(stored.device)
+            generator = torch.Generator(device if device and device.type == place.type else place)
+            generators[id(stored)] = generator.set_state(stored.state)
+        return generators[id(stored)]
 
     return pytree.tree_map_only(_Generator, made, dict(arguments))
 
@@ -427,24 +429,24 @@ _SHAPES: WeakKeyDictionary[nn.Module, dict[torch.Size, torch.Size]] = WeakKeyDic
 def _shape_of_prediction(
     denoiser: nn.Module, arguments: Mapping[str, Any], latents: Tensor
 ) -> torch.Size:
-    """Returns what the denoiser's config says, or, where that leaves open which axis has channels, a fake call."""
-    given = getattr(denoiser.config, "in_channels", None)
+    """Returns the shape by the denoiser's config, or by a fake call if several axes may be that of channels."""
+    in_channels = getattr(denoiser.config, "in_channels", None)
     channels = getattr(denoiser.config, "out_channels", None)
     if channels is None and getattr(denoiser.config, "learn_sigma", False):
-        channels = 2 * given
-    if channels in (None, given):
+        channels = 2 * in_channels
+    if channels in (None, in_channels):
         return latents.shape
-    axes = [axis for axis in range(1, latents.ndim) if latents.shape[axis] == given]
+    axes = [axis for axis in range(1, latents.ndim) if latents.shape[axis] == in_channels]
     if latents.ndim > 3 and len(axes) == 1:
         before, after = latents.shape[: axes[0]], latents.shape[axes[0] + 1 :]
         return torch.Size((*before, channels, *after))
-    known = _SHAPES.setdefault(denoiser, {})
-    if latents.shape not in known:
+    shapes = _SHAPES.setdefault(denoiser, {})
+    if latents.shape not in shapes:
         try:
-            known[latents.shape] = shapes_without_values(Controlled(denoiser, {}), arguments)[0]
+            shapes[latents.shape] = shapes_without_values(Controlled(denoiser, {}), arguments)[0]
         except Exception:  # its control flow asks for values, or it is no denoiser
             return latents.shape
-    return known[latents.shape]
+    return shapes[latents.shape]
 
 
 # ------------------------------------------------------------------------------------ step by step
@@ -495,10 +497,10 @@ class Step:
 
     def take(self, prediction: Tensor, sample: Tensor | None = None, **options: Any) -> Any:
         """Takes the step, with another prediction or sample; returns what the scheduler itself returns."""
-        given = {self._names[0]: prediction} | options
+        changed = {self._names[0]: prediction} | options
         if sample is not None:
-            given[self._names[2]] = sample
-        return self._plain(**self._arguments | given)
+            changed[self._names[2]] = sample
+        return self._plain(**self._arguments | changed)
 
     def answer(self, latents: Tensor) -> Any:
         """Returns what a scheduler returns whose step was taken elsewhere."""
@@ -566,7 +568,7 @@ class PipelineLoop(Loop):
 
     @property
     def _by_calls(self) -> bool:
-        """Whether branches are two calls of the denoiser, and not two halves of its batch."""
+        """Whether the branches of guidance are two calls of the denoiser, and not two halves of its batch."""
         return self.call.divided == "calls"
 
     def _run(self) -> None:
@@ -596,10 +598,10 @@ class PipelineLoop(Loop):
         else:
             self.skip(latents)
         while isinstance(self._event, _Denoise):
-            own = self._answered(self._event)
-            if own is not None:
+            answer = self._answered(self._event)
+            if answer is not None:
                 return self._cut(
-                    own[0] if self.call.channels is None else own[0][:, : self.call.channels]
+                    answer[0] if self.call.channels is None else answer[0][:, : self.call.channels]
                 )
         if self.is_shared:
             self._refuse_other_calls(at_end=True)
@@ -654,9 +656,9 @@ class PipelineLoop(Loop):
     def _refuse_other_calls(self, at_end: bool = False) -> None:
         """Raises ConfigurationError if the calls of a step so far are not those that the first run has shown."""
         shown = shapes_given(self.call.steps[0])
-        given = shapes_given(event.arguments for event in self._asked)
-        if given != (shown if at_end else shown[: len(given)]):
-            other = [x for x in given if x not in shown] or [f"{len(self._asked)} calls in a step"]
+        shapes = shapes_given(event.arguments for event in self._asked)
+        if shapes != (shown if at_end else shown[: len(shapes)]):
+            other = [x for x in shapes if x not in shown] or [f"{len(self._asked)} calls in a step"]
             raise ConfigurationError(
                 f"{self._pipeline.name} gives its {self.call.denoiser} {', '.join(other)}, unlike in its first "
                 "run, which has no callbacks: one has ended guidance, perhaps. Ranks and patches rely on what that "

@@ -49,7 +49,7 @@ def lora_files(path: Path, parts: Mapping[str, Any]) -> dict[Path, dict[str, Any
     first = {name: part for name, part in parts.items() if name != SECOND}
     second = {name: part for name, part in parts.items() if name == SECOND}
     files = {path: first, path if path.is_file() and not first else path / SECOND: second}
-    return {file: own for file, own in files.items() if own}
+    return {file: of_file for file, of_file in files.items() if of_file}
 
 
 def name_in_file(part: str) -> str:
@@ -96,8 +96,8 @@ class StoredLora:
             first: BaseException = error  # it says only that it cannot, and what it tried last
             while first.__context__ is not None:
                 first = first.__context__
-            said = dict.fromkeys(" ".join(str(e).split()).rstrip(".") for e in (error, first))
-            raise CheckpointError(f"cannot read the LoRA {self.path}: {'; '.join(said)}") from error
+            why = dict.fromkeys(" ".join(str(e).split()).rstrip(".") for e in (error, first))
+            raise CheckpointError(f"cannot read the LoRA {self.path}: {'; '.join(why)}") from error
         self._settings = {
             "network_alphas": (alphas[0] if alphas else None) or None,
             "metadata": metadata or None,
@@ -119,8 +119,8 @@ class StoredLora:
     def digest(self, part: str) -> str:
         """Returns what ranks compare of its adapters of a part."""
         prefix, is_there = f"{name_in_file(part)}.", part in self.parts()
-        own = [(n, digest_of_tensor(v)) for n, v in self._weights.items() if n.startswith(prefix)]
-        return f"{self._scale} {sorted(own) if is_there else []}"
+        pairs = [(n, digest_of_tensor(v)) for n, v in self._weights.items() if n.startswith(prefix)]
+        return f"{self._scale} {sorted(pairs) if is_there else []}"
 
     def layers(self, name: str, part: nn.Module) -> dict[str, Any]:
         """Returns peft's layers of a part, by their names there, which is left as it was.
@@ -147,13 +147,13 @@ class StoredLora:
 
     def _put_into(self, name: str, part: nn.Module, adapter: str) -> dict[str, Any]:
         """Adds peft's layers to a part, and returns them by name if they are all that the file has of it."""
-        own = [key for key in self._weights if key.startswith(f"{name_in_file(name)}.")]
+        tensors = [key for key in self._weights if key.startswith(f"{name_in_file(name)}.")]
         try:
             self._load(name, part, adapter)
         except Exception as error:  # whatever does not fit
-            said = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise CheckpointError(
-                f"cannot load {self.path} into the {name}, is it of another model? {type(error).__name__}: {said}"
+                f"cannot load {self.path} into the {name}, is it of another model? {type(error).__name__}: {reason}"
             ) from error
         layers = _layers_of(part)
         adapters = {
@@ -162,10 +162,10 @@ class StoredLora:
             for kind, value in layer.named_parameters()
             if not kind.startswith("base_layer.")
         }
-        if len(adapters) != len(own) or any(value.is_meta for value in adapters.values()):
+        if len(adapters) != len(tensors) or any(value.is_meta for value in adapters.values()):
             raise CheckpointError(
-                f"{self.path} is of another model: of its {len(own)} tensors the {name} takes {len(adapters)}; the "
-                f"first is {min(own)}"
+                f"{self.path} is of another model: of its {len(tensors)} tensors the {name} takes {len(adapters)}; "
+                f"the first is {min(tensors)}"
             )
         more = [key for key in adapters if key.endswith(".bias") or "_magnitude_" in key]
         if more:

@@ -1,11 +1,11 @@
-"""How the ranks share a request: along four axes, the outermost first.
+"""The mesh of ranks that share a request: four axes, the outermost first.
 
     data      prompts are divided; no messages but the final latents
     guidance  two halves compute one branch of classifier-free guidance each; a prediction per step and pair
     parallel  stages of a pipeline (PipeFusion), or bands of rows (DistriFusion)
     sequence  tokens divided inside every attention call; with stages, among the ranks of one stage
 
-Neighbours along an inner axis are near each other, since inner axes send more.
+Neighbours along an inner axis have neighbouring numbers, since inner axes send more.
 """
 
 import itertools
@@ -91,7 +91,7 @@ _LEFT_OVER: dict[str, Axis] = {"single": "data", "sequence": "sequence"}
 
 
 def fit_mesh(num_ranks: int, method: str, **wish: int | None) -> SamplingMesh:
-    """Completes a wish to a mesh of all ranks; an axis that is not given is 1, or takes what is left.
+    """Completes wished sizes to a mesh of all ranks; another axis has size 1, or takes the remaining ranks.
 
     Raises:
         ConfigurationError: No mesh of all ranks is like that; the message lists those that are.
@@ -101,10 +101,10 @@ def fit_mesh(num_ranks: int, method: str, **wish: int | None) -> SamplingMesh:
         guidance=2 x parallel=4
     """
     wish = {name: size for name, size in wish.items() if size is not None}
-    meshes, wanted = list(fitting_meshes(num_ranks, AXES[method])), dict.fromkeys(get_args(Axis), 1)
-    del wanted[_LEFT_OVER.get(method, "parallel")]
-    wanted |= wish
-    mesh = next((each for each in meshes if wanted.items() <= asdict(each).items()), None)
+    meshes, sizes = list(fitting_meshes(num_ranks, AXES[method])), dict.fromkeys(get_args(Axis), 1)
+    del sizes[_LEFT_OVER.get(method, "parallel")]
+    sizes |= wish
+    mesh = next((each for each in meshes if sizes.items() <= asdict(each).items()), None)
     if mesh is None:
         raise ConfigurationError(
             f"method={method} cannot use {num_ranks} ranks as {_text(wish) or 'asked'}; these fit: "

@@ -160,8 +160,8 @@ def tolerance_of(model: nn.Module, latents: Tensor, convolves_parts: bool = Fals
     The coarsest type counts: many pipelines keep latents in float32 for a model in bfloat16.
 
     Args:
-        model: Whose weights count.
-        latents: That it is given.
+        model: Module whose weights count.
+        latents: Latents that the model is given.
         convolves_parts: Whether convolutions, too, are given other shapes, as with bands. Where they may round to
             TF32, which they may unless torch is told otherwise, that counts; of products it always does.
 
@@ -171,8 +171,8 @@ def tolerance_of(model: nn.Module, latents: Tensor, convolves_parts: bool = Fals
         >>> [f"{tolerance_of(nn.Module(), torch.zeros(1, dtype=dtype)):.0e}" for dtype in dtypes]
         ['1e-06', '1e-03', '1e-01']
     """
-    given = (latents, *model.parameters())
-    dtypes = {x.dtype for x in given if x.is_floating_point()}
+    tensors = (latents, *model.parameters())
+    dtypes = {x.dtype for x in tensors if x.is_floating_point()}
     eps = max(rounding_of(dtype, latents.device, convolves_parts) for dtype in dtypes)
     return min(max(1e-6, 1e4 * eps), 0.1)
 

@@ -177,8 +177,8 @@ class Loop:
         """Returns the prediction after guidance: as it is, unless another rank computes the other branch.
 
         Args:
-            prediction: What `predict` returned.
-            take: Of it, what counts; only that is sent to the rank that computes the other branch.
+            prediction: Return value of `predict`.
+            take: Returns the part of it that counts, which alone is sent to the rank of the other branch.
             put: Puts something of that shape back into a prediction.
         """
         return prediction

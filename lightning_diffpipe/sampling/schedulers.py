@@ -69,19 +69,19 @@ class PatchSchedulers:
         prediction: Tensor,
         t: Tensor,
         patch: int | None,
-        given: Mapping[str, Any],
+        kwargs: Mapping[str, Any],
     ) -> None:
         """Takes the rows of a patch, or of all, one step further in the full latents, in place.
 
-        Further arguments are those of this step, but for generators, which are the request's own.
+        `kwargs` are further arguments of this step, but for generators, which the request has itself.
         """
-        given = dict(given) | {n: x for n, x in self._step_kwargs.items() if n == "generator"}
+        kwargs = dict(kwargs) | {n: x for n, x in self._step_kwargs.items() if n == "generator"}
         for m in range(len(self._slices)) if patch is None else (patch,):
             start, length = self._slices[m]
             if m == 0:
                 self._noise.forget()
             rows = latents.narrow(self._axis, start, length)
-            options = {n: self._cut(n, x, latents, start, length) for n, x in given.items()}
+            options = {n: self._cut(n, x, latents, start, length) for n, x in kwargs.items()}
             with self._noise.of(range(start, start + length), latents.shape[self._axis]):
                 predicted = _dense(prediction.narrow(self._axis, start, length))
                 out = self._copies[m].step(predicted, t, _dense(rows), **options)

@@ -225,17 +225,17 @@ class StepCache:
         if self._current is not None:
             self._states[self._current] = [getattr(*place) for place in self._places]
         self._current = number, patch
-        known, whole = self._states.get(self._current), self._states.get((number, None))
-        if known is None:
+        call_states, whole = self._states.get(self._current), self._states.get((number, None))
+        if call_states is None:
             states = whole or [None] * len(self._places)
             owners = [owner for owner, _ in self._places]
-            known = [_continued(*pair) for pair in zip(owners, states, strict=True)]
+            call_states = [_continued(*pair) for pair in zip(owners, states, strict=True)]
             for hook in self._hooks if whole else ():
                 # A series needs terms of its own before it predicts anything.
                 if hasattr(hook, "disable_cache_before_step"):
                     earliest = max(hook.disable_cache_before_step, self._step + 1)
                     hook.disable_cache_before_step = earliest
-        for (owner, name), state in zip(self._places, known, strict=True):
+        for (owner, name), state in zip(self._places, call_states, strict=True):
             setattr(owner, name, state)
             if _is_manager(owner):
                 from diffusers.hooks.hooks import CacheContext
@@ -328,7 +328,7 @@ def _continued(owner: Any, state: Any) -> Any:
     """Returns a state of a hook without tensors, whose numbers go on; of a manager those of all its contexts."""
     if _is_manager(owner):
         make = partial(owner._state_cls, *owner._init_args, **owner._init_kwargs)
-        return {name: _with_numbers(make(), known) for name, known in (state or {}).items()}
+        return {name: _with_numbers(make(), earlier) for name, earlier in (state or {}).items()}
     return _with_numbers(type(owner.state)(), state)
 
 

@@ -61,7 +61,7 @@ class World:
         return self.links.gather_object(value)
 
     def enter(self, phase: str, works: bool = False) -> None:
-        """Says what this rank does from now on; if it works there, others may wait for it."""
+        """Publishes the phase that this rank begins, and whether others may wait for it there."""
         watcher.publish(phase=phase, step=-1 if works else 0)
 
     def agree(
@@ -70,8 +70,8 @@ class World:
         """Returns what `make` returns on this rank, if it works on all; else the same error on all ranks.
 
         Args:
-            phase: What is done, for messages.
-            make: May note its steps (`watcher.step`); from the first one on it is missed sooner if it hangs.
+            phase: Name of the phase, for messages.
+            make: May note its steps (`watcher.step`); after the first one, a hang is noticed sooner.
             give_up: Breaks the links on which other ranks may wait for this one. Called where `make` failed, if the
                 others do not come by themselves; then at last on all ranks.
 
@@ -205,16 +205,16 @@ def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
 
 
 class _Place(NamedTuple):
-    """Where a rank computes."""
+    """Host and GPU of a rank."""
 
     host: str
-    # Unlike that of all others, whatever numbers processes give to those that they see.
+    # Its unique id: processes may number the GPUs that they see differently.
     gpu: str | None
     has_nccl: bool
 
 
 def _why_not_nccl(places: Sequence[_Place]) -> str:
-    """Says why denoisers cannot send over NCCL, which wants a GPU of its own for each rank; empty if they can."""
+    """Returns the reason not to send over NCCL, which needs one GPU for each rank; empty if there is none."""
     seen: dict[tuple[str, str], int] = {}
     for rank, (host, gpu, has_nccl) in enumerate(places):
         if gpu is None:
