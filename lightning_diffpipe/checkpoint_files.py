@@ -72,7 +72,7 @@ def newest(
     over, and would lose the rest of it.
 
     Args:
-        files: Candidates; links count as what they point to.
+        files: Candidates; links are followed.
         to_train: Training shall go on, so files of weights alone do not count.
         weights_only: Argument of `torch.load`.
 
@@ -165,7 +165,7 @@ def require_file(path: str | Path) -> None:
 
 
 def unreadable(path: str | Path, error: Exception) -> CheckpointError:
-    """Returns what to say of a file that torch does not read."""
+    """Returns the message for a file that torch does not read."""
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     if local(path).is_file() and not zipfile.is_zipfile(local(path)):  # torch speaks of mmap
         reason = "it is no whole archive of tensors as torch.save writes it"
@@ -176,7 +176,7 @@ def unreadable(path: str | Path, error: Exception) -> CheckpointError:
 
 
 def types_of_hydra_configs() -> list[Any]:
-    """Returns what parts of a Hydra config consist of in a checkpoint: plain values, read without trusting it.
+    """Returns the types of which a Hydra config consists in a checkpoint: plain values, read without trusting it.
 
     A module that has one among its hyperparameters has imported omegaconf; nothing here needs it.
     """

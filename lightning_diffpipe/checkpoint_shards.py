@@ -58,8 +58,8 @@ def write_shards(
     """Writes a checkpoint in shards; a collective call of several ranks.
 
     Args:
-        checkpoint: Rank 0's, and of other ranks what is `Divided` in it.
-        path: The folder; what is there is replaced.
+        checkpoint: Rank 0's, and of other ranks the values that are `Divided`.
+        path: The folder; an existing one is replaced.
         mesh: This rank's groups.
         asynchronously: Return when this rank's part is copied to the host, and let a thread write the copy. Nothing
             else may be written until that is done, as the threads of all ranks share one group.
@@ -162,7 +162,7 @@ def read_shards(
 def read_tensors(
     path: str | Path, value: Any, wanted: Callable[[str], bool] = lambda name: True
 ) -> Any:
-    """Returns a part of what `read_shards` gave with those tensors, too, whose names it has left in it."""
+    """Returns a part of the value of `read_shards` with the tensors in place of the names that it has left."""
     names = {name: _stored_name(name) for name in _referenced(value) if wanted(name)}
     reader = dcp.FileSystemReader(path)
     metadata = reader.read_metadata().state_dict_metadata
@@ -216,7 +216,7 @@ def _put(folder: Path, path: Path) -> None:
 
 
 def _outline(value: Any, where: tuple[Any, ...], tensors: dict[str, dict[str, Tensor]]) -> Any:
-    """Returns a value with names in the places of its tensors, which are added to those given.
+    """Returns a value with names in place of its tensors, which are added to the given ones.
 
     Tensors of a class of its own stay, on the host.
     """

@@ -186,7 +186,7 @@ def source_of_module(module: LatentDiffusion | CascadedDiffusion) -> ModuleSourc
 
 
 def _snapshot(hub_id: str) -> Path | None:
-    """Returns the folder of what has been fetched of a hub id; None if that is nothing, or no hub id."""
+    """Returns the folder of the fetched files of a hub id; None if there are none, or if it is no hub id."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -285,7 +285,7 @@ def refuse_ignored_size(source: Source, settings: Settings) -> None:
 def _checked(
     source: DiffusersFolder, settings: Settings, without: Collection[str] = ()
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns an outline of a pipeline, and what it checks of a request: nothing if it needs its text encoders."""
+    """Returns an outline of a pipeline, and the arguments that it checks: none if it needs its text encoders."""
     try:
         pipeline = source.outline()
     except ConfigurationError:
@@ -376,7 +376,7 @@ class ModuleSource:
         return self._parts[name]
 
     def identity(self, name: str) -> Identity:
-        """Returns what ranks compare of that denoiser."""
+        """Returns the identity of that denoiser, which ranks compare."""
         if self.open_part is not None:
             return Identity.of({}, *self.open_part(name))
         return Identity.of({}, self.part(name), None)
@@ -418,7 +418,7 @@ def _stored_module(
     device: torch.device,
     opening: Opening,
 ) -> ModuleSource:
-    """Opens a module in a folder or a checkpoint; `read` makes the whole of it, given its denoiser."""
+    """Opens a module in a folder or a checkpoint; `read` makes the whole module, given its denoiser."""
     added = read_loras(opening.loras or {}, LORA_LOADER, parts)
     _refuse_controlnet(parts, origin)
     names = [name for name in _DENOISERS if name in parts]

@@ -164,7 +164,7 @@ class Predictor:
             vae_slicing: Decode image by image.
             pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, or a class of your own, in
                 place of the folder's.
-            ip_adapters: Scale of each IP-Adapter's file, or what else `set_ip_adapter_scale` takes. The image
+            ip_adapters: Scale of each IP-Adapter's file, or another value for `set_ip_adapter_scale`. The image
                 encoder is the pipeline's, the folder `image_encoder` next to a file, or given as `image_encoder=`.
             base: Folder or hub id of the model below the adapters of a checkpoint; None for that which it names.
             quantization: Format to which each rank quantizes linear layers of a diffusers folder: `"nf4"`,
@@ -249,7 +249,7 @@ class Predictor:
         on_step: OnStep | None = None,
         **options: Any,
     ) -> list[Any] | None:
-        """Draws images.
+        """Samples images.
 
         Args:
             prompts: One image each; class numbers for class-conditional models.
@@ -274,7 +274,7 @@ class Predictor:
         """
         if self._is_closed:
             raise DiffPipeError("this predictor is closed; make another one")
-        self._connect_anew()
+        self._reconnect()
         compare, guard = self._compare_part, self._ending_together
         self._decoding = Decoding(
             self._world, self.source.part, compare, guard, self.device, self._looked
@@ -403,14 +403,14 @@ class Predictor:
         return latents
 
     def _compare_part(self, name: str) -> None:
-        """Raises ConfigurationError, on all ranks, if one has another part of that name, which all read whole."""
+        """Raises ConfigurationError, on all ranks, if a part that all read whole differs on one of them."""
         if name not in self._compared:
             look = partial(self.source.identity, name)
             refuse_other_models(self._world, self._world.agree("comparing weights", look))
             self._compared.add(name)
 
     def _sampled(self, packed: Call) -> tuple[Worker, Tensor]:
-        """Returns final latents, by the method that is asked for, or the first one chosen that is not refused."""
+        """Returns final latents, by the requested method, or the first choice of `"auto"` that is not refused."""
 
         def on_step(index: int) -> None:
             watcher.step()
@@ -474,7 +474,7 @@ class Predictor:
             raise
 
     def _break_off(self, error: BaseException) -> None:
-        """Ends the messages of a request, of which each rank has sent and received others by now."""
+        """Ends the messages of a request after an error, when ranks are at different points of it."""
         if self._world.num_ranks == 1:
             return
         if not getattr(error, "is_of_all_ranks", False):
@@ -485,7 +485,7 @@ class Predictor:
             if worker is not None:
                 worker.place.abandon()
 
-    def _connect_anew(self) -> None:
+    def _reconnect(self) -> None:
         """Joins all ranks again after an error in the middle of a request; collective."""
         if self._broken_by is None:
             return
@@ -565,7 +565,7 @@ def _opened(
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    """Returns where to compute; among several processes the GPU of this one, which becomes the current one."""
+    """Returns the device to compute on; among several processes this one's GPU, which becomes the current one."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -48,7 +48,7 @@ class Quantization:
 
 
 class QuantizedWeight(Tensor):
-    """A frozen weight of a linear layer, `(out, in)`: packed tensors, and what else says how to multiply by them.
+    """A frozen weight of a linear layer, `(out, in)`: packed tensors, and settings by which to multiply by them.
 
     Attributes:
         tensors: Tensors that represent the weight, such as packed values and scales, by name.
@@ -77,7 +77,7 @@ class QuantizedWeight(Tensor):
         raise NotImplementedError
 
     def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns what a linear layer returns of `x`."""
+        """Returns the product of `x` and the weight, plus the bias."""
         return F.linear(x, self.dequantize().to(x.dtype), bias)
 
     @classmethod
@@ -119,7 +119,7 @@ class QuantizedWeight(Tensor):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Tells which attributes take memory; see `torch.utils._python_dispatch`."""
+        """Returns the names of the tensors, and the other values; see `torch.utils._python_dispatch`."""
         # A compiler compares the second value for equality.
         return list(self.tensors), (type(self), self.settings, self.shape, self.dtype)
 
@@ -239,7 +239,7 @@ class Weight4Bit(QuantizedWeight):
         return dequantize_4bit(self.packed, self._state).to(self.dtype)
 
     def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns what a linear layer returns of `x`."""
+        """Returns the product of `x` and the weight, plus the bias."""
         from bitsandbytes import matmul_4bit
 
         if x.dtype == torch.float64:  # for which there is no kernel
@@ -298,7 +298,7 @@ class TorchaoWeight(QuantizedWeight):
         return self.quantized.dequantize().to(self.dtype)
 
     def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns what a linear layer returns of `x`."""
+        """Returns the product of `x` and the weight, plus the bias."""
         return F.linear(x, self.quantized, bias)
 
 
@@ -426,7 +426,7 @@ def _quantization(setting: Any, runs: bool) -> Quantization:
 def quantizations_of(
     setting: Any, names: Collection[str], runs: bool = True
 ) -> dict[str, Quantization]:
-    """Returns how components are quantized, by their names; before weights are read.
+    """Returns the quantization of each component, by name; before weights are read.
 
     Args:
         setting: As in `quantization_named`, for all components; such settings by names of components; or None.
@@ -454,7 +454,7 @@ def quantize_components(
     trains: bool = True,
     every: bool = False,
 ) -> None:
-    """Has weights of linear layers quantized when they are placed; none of autoencoders.
+    """Marks weights of linear layers to be quantized when they are placed; none of autoencoders.
 
     Those stay plain that a class keeps in float32 (`_keep_in_fp32_modules`), and those that other kinds of layers
     read, too, such as an embedding.

@@ -316,7 +316,7 @@ def _encoding_ranks(pipeline: Pipeline) -> tuple[int, int]:
 
 
 def _frozen_view(pipeline: Pipeline, partitioned: PartitionedStep) -> FrozenView:
-    """Returns the view of the frozen layers, also of a rank alone, which runs them where they are called."""
+    """Returns the view of the frozen layers, also on one rank, which otherwise runs them where they are called."""
     view = partitioned.frozen_view
     if view.cut.layers:
         return view

@@ -74,7 +74,7 @@ def image_grid(images: Tensor, columns: int = 8) -> Image.Image:
 
 
 def _tiles(path: Path, columns: int, height: int, width: int) -> Tensor:
-    """Returns what `image_grid` made a file of, `(N, 3, height, width)` in [0, 1]; nothing of another size."""
+    """Returns the images of a file of `image_grid`, `(N, 3, height, width)` in [0, 1]; none of another size."""
     pixels = torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1) / 255
     if pixels.shape[1] % height or pixels.shape[2] != columns * width:
         return pixels.new_empty(0, 3, height, width)
@@ -298,7 +298,7 @@ class SampleImages(SamplingCallback):
             self._draw_once(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the steps at which it has sampled, and captions that were taken of the data."""
+        """Returns the steps at which images were sampled, and captions taken from the data."""
         state: dict[str, Any] = {"steps": list(self._steps)}
         if self._named is None and self.prompts is not None:
             state["prompts"] = self.prompts

@@ -150,7 +150,7 @@ class SampleMetric(SamplingCallback):
         self.metric.cpu()
 
     def _stacked(self, rows: list[Any], device: torch.device) -> Tensor | list[np.ndarray]:
-        """Returns conditions, or references of which each row has several, as a batch has them."""
+        """Returns conditions, or references, several for each row, in the layout of a batch."""
         is_condition = isinstance(rows[0], Tensor)
         if len({row.shape if is_condition else tuple(x.shape for x in row) for row in rows}) > 1:
             raise ConfigurationError(

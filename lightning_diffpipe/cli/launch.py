@@ -76,7 +76,7 @@ for _name, _resolver in (
 
 
 def _be_quiet() -> None:
-    """Silences what every run would print and no user can act on."""
+    """Silences messages of every run on which no user can act."""
     import warnings
 
     import diffusers
@@ -102,7 +102,7 @@ def _be_quiet() -> None:
 
 @raised_by_all()
 def prepare(config: DictConfig) -> None:
-    """Sets what holds for a whole process: offline, log, threads, seed."""
+    """Sets up a process: offline, log, threads, seed."""
     import lightning as L
     import torch
 
@@ -185,7 +185,7 @@ def share_cores(values: dict[str, Any], num_ranks: int) -> None:
 
 
 def _num_cores(process: int) -> int:
-    """Returns how many cores a process may run on; 0 stands for this one."""
+    """Returns the number of cores that a process may run on; 0 stands for this process."""
     try:
         return len(os.sched_getaffinity(process))
     except (AttributeError, OSError):  # not on this system; not for another user's process
@@ -193,7 +193,7 @@ def _num_cores(process: int) -> int:
 
 
 def is_launched() -> bool:
-    """Returns whether all processes are there: started by a launcher, or this one by the first of this command."""
+    """Returns whether all processes were started: by a launcher, or this one by the first of this command."""
     return "WORLD_SIZE" in os.environ
 
 

@@ -169,7 +169,7 @@ def _print_help(config: DictConfig) -> None:
 
 
 def _explain(error: Exception) -> str:
-    """Returns an error in one line; of Hydra's without words about its inside."""
+    """Returns an error in one line; Hydra's without details of its own code."""
     if isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, DiffPipeError):

@@ -60,7 +60,7 @@ def profile(config: DictConfig) -> Any:
 
 
 def _measure_links(config: DictConfig) -> None:
-    """Writes a cluster of the processes that are there, if they are several; a collective call."""
+    """Writes a cluster of the running processes, if there are several; a collective call."""
     import torch
 
     from lightning_diffpipe.comm.bandwidth import measure_launched

@@ -41,7 +41,7 @@ _ASKED = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", 
 
 @verb("draw prompts with a trained model: diffpipe sample 'prompts=[\"digit four, serif\"]'")
 def sample(config: DictConfig) -> Any:
-    """Draws `prompts` with the model at `path` on `trainer.devices` processes, into `output`."""
+    """Samples `prompts` with the model at `path` on `trainer.devices` processes, into `output`."""
     values = plain(config)
     num_ranks = num_ranks_of(values)
     _refuse_values(values)
@@ -74,7 +74,7 @@ def sample(config: DictConfig) -> Any:
 
 
 def _written_earlier(folder: Path) -> set[str]:
-    """Returns what an earlier run of this command wrote into a folder, as its report lists."""
+    """Returns the files of an earlier run of this command in a folder, by its report."""
     try:
         files = json.loads((folder / _REPORT).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -335,7 +335,7 @@ def _rows(rows: list[list[Any]], columns: int) -> Any:
 
 
 def _compared(images: list[Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns what `_compare` finds; nothing, after printing why, if one process cannot sample the request."""
+    """Returns the figures of `_compare`; none, after printing why, if one process cannot sample the request."""
     import torch
 
     gc.collect()  # the first model, which is in cycles
@@ -350,7 +350,7 @@ def _compared(images: list[Any], values: dict[str, Any], folder: Path) -> dict[s
 
 
 def _compare(images: list[Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Draws the same in this process alone, on as many threads, and says how far the images are from that."""
+    """Samples the request in this process alone, on as many threads; returns its seconds and the PSNRs."""
     import torch
     from PIL import Image
 
@@ -381,7 +381,7 @@ def _compare(images: list[Any], values: dict[str, Any], folder: Path) -> dict[st
 
 
 def _how_far(decibels: list[float]) -> str:
-    """Returns what to say about images by their PSNR; equal ones, whose PSNR is infinite, are counted separately.
+    """Returns a line about images by their PSNR; equal ones, whose PSNR is infinite, are counted separately.
 
     Example:
         >>> _how_far([41.0, math.inf, 40.0])

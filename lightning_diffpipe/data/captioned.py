@@ -114,7 +114,7 @@ class Readable(Dataset[Sample]):
     """Samples of another data set, where the next one that can be read stands for each that cannot.
 
     Args:
-        samples: The data set; raises `DataError` for what cannot be read.
+        samples: The data set; raises `DataError` for a sample that cannot be read.
         groups: Places of samples that may stand for each other; None: all may.
 
     Attributes:
@@ -143,7 +143,7 @@ class Readable(Dataset[Sample]):
         raise DataError(f"no sample of one size can be read. {self.why(index)}")
 
     def why(self, place: int) -> str:
-        """Returns what is wrong with a sample; empty if nothing is any more."""
+        """Returns the error of a sample; empty if it can be read by now."""
         try:
             self.samples[place]
         except DataError as error:

@@ -267,7 +267,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         )
 
     def described(self) -> str:
-        """Returns how many batches the buckets make in an epoch, and what of them is seen again or not at all."""
+        """Returns a text with the number of batches in an epoch, and of samples that are repeated or left out."""
         batches = self.batches(shuffle=True)
         size, counts = self.batch_size, [len(members) for members in batches.buckets]
         text = (
@@ -283,7 +283,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         return f"{text} (data.last_batch={batches.last}){small}" if self._has_buckets else text
 
     def read_files(self) -> None:
-        """Reads listings, and with buckets headers of images, once; `setup` does, which says what is raised."""
+        """Reads listings, and with buckets headers of images, once; for `setup`, with its errors."""
         if self._split:
             return
         h = self.hparams
@@ -325,7 +325,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         self._split = split
 
     def _small(self) -> str:
-        """Returns which buckets are smaller than a batch; empty if none is."""
+        """Returns a text that names buckets smaller than a batch; empty if there are none."""
         size, buckets = self.batch_size, self.train_buckets
         small = [f"{shape}: {len(m)}" for shape, m in buckets.items() if len(m) < size]
         counts = f"{len(small)} of {len(buckets)} buckets have fewer than the {size} samples of"
@@ -334,7 +334,7 @@ class ImageFolderDataModule(CaptionedDataModule):
     def _with_shapes(
         self, entries: list[Entry], errors: list[DataError]
     ) -> Iterable[tuple[Entry, Shape]]:
-        """Yields what each entry is given; adds to the errors where its header cannot be read."""
+        """Yields each entry with its shape; adds to the errors if its header cannot be read."""
         if not self._has_buckets:
             side, frames = self.hparams.resolution, self._frames[0] if self._frames else None
             yield from ((entry, Shape(side, side, frames)) for entry in entries)
@@ -355,7 +355,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         return self._sizes is not None or len(self._frames) > 1 or several
 
     def _shape(self, entry: Entry) -> Shape | DataError:
-        """Returns what an entry is given, by its header; or why it cannot be used."""
+        """Returns the shape that an entry gets, by its header, or the error if it cannot be used."""
         side, frames = self.hparams.resolution, None
         try:
             with reading(entry.called()):
@@ -377,7 +377,7 @@ class ImageFolderDataModule(CaptionedDataModule):
             return error
 
     def batches(self, shuffle: bool) -> BucketBatches:
-        """Returns which samples make a batch, in training (shuffled) or of those held back."""
+        """Returns the indices of each batch, for training (shuffled) or validation."""
         if not shuffle:
             held_back = list(self.validation_buckets.values())
             return BucketBatches(held_back, self.batch_size, "smaller", shuffle)

@@ -32,7 +32,7 @@ METADATA = ("metadata.jsonl", "metadata.csv")
 
 
 class Entry(NamedTuple):
-    """An image or video, its caption, files next to it by what they are, and where it was found.
+    """An image or video, its caption, its companion files by kind, and its origin for messages.
 
     Attributes:
         path: Path of the image.
@@ -50,18 +50,18 @@ class Entry(NamedTuple):
     weight: float = 1.0
 
     def called(self, file: Path | None = None) -> str:
-        """Returns what messages call the image, or a file next to it."""
+        """Returns the name of the image, or of a file next to it, in messages."""
         return f"{file or self.path} ({self.where})"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Reads what a folder lists.
+    """Reads the listing of a folder.
 
     Attributes:
         folder: Folder of the images.
         caption_key: Key, or column, of the caption.
-        companions: Keys of files next to each image, by what they are: `{"mask": "masks"}`.
+        companions: Keys of files next to each image, by kind: `{"mask": "masks"}`.
         has_videos: Whether to list videos, files or folders, too.
         needs_captions: Whether an image found without caption is refused; else it has an empty one.
     """
@@ -76,7 +76,7 @@ class Listing:
         """Reads all entries.
 
         Args:
-            on_error: `"skip"` leaves out those that cannot be used.
+            on_error: `"skip"` leaves out images that cannot be used.
 
         Returns:
             The entries, and what is wrong with those left out.
@@ -242,7 +242,7 @@ class Listing:
 
 
 def _several(value: Any, called: str) -> list[str]:
-    """Returns the names that a value is: one, or a list of them, which a table has as a text in JSON."""
+    """Returns the names in a value: one, or a list, which in a table is a text in JSON."""
     names = value
     if isinstance(value, str):
         names = [value]

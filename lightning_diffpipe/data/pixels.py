@@ -34,7 +34,7 @@ VIDEOS = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"})
 
 @dataclass(frozen=True)
 class Crop:
-    """Scales an image until it covers a size, and keeps that size of it.
+    """Scales an image until it covers a size, and crops it to that size.
 
     Attributes:
         height: Height of the crop, in pixels.
@@ -51,7 +51,7 @@ class Crop:
     flipped: bool = False
 
     def place(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Returns width and height of an image of this size once it is scaled, and left and top of what is kept."""
+        """Returns width and height of an image of this size after scaling, and left and top of the crop."""
         scale = max(self.width / width, self.height / height)
         wide, high = max(self.width, round(scale * width)), max(self.height, round(scale * height))
         beyond = (wide - self.width) * self.across, (high - self.height) * self.down
@@ -99,7 +99,7 @@ class Augmentation:
             )
 
     def held_back(self) -> Augmentation:
-        """Returns what becomes of samples that are held back: the same each time."""
+        """Returns the augmentation of validation samples: the same each time."""
         return replace(self, flip=0.0, random_crop=False, shuffle_tags=False, keep_tags=0)
 
     def crop(self, height: int, width: int) -> Crop:
@@ -284,7 +284,7 @@ def video_size(path: Path) -> tuple[int, int, int]:
 
 
 def too_short(path: Path, there: int, wanted: int) -> DataError:
-    """Returns what is wrong with a video of fewer frames than are wanted."""
+    """Returns the error of a video with fewer frames than needed."""
     return DataError(
         f"{path} has {there} frames, and num_frames={wanted} are wanted (data.num_frames)"
     )
@@ -336,7 +336,7 @@ def reading(name: str) -> Iterator[None]:
 def require_same_shape(
     image: Image.Image, name: str, condition: Image.Image, its_name: str, kind: str
 ) -> None:
-    """Refuses a condition or mask that would be cut out elsewhere; it may be larger or smaller.
+    """Refuses a condition or mask of another ratio of sides, whose crop would differ.
 
     Args:
         image: Image of a sample.

@@ -129,7 +129,7 @@ def lora_weights(
 
     Args:
         parts: Parts of a pipeline, by their names there.
-        names: Regular expressions, and what replaces them in names, one after the other.
+        names: Regular expressions, and their replacements in names, applied one after the other.
         state: Weights of the module that has the parts, where they are not all here; None for the parts' own.
 
     Raises:
@@ -182,7 +182,7 @@ def write_lora(folder: Path, parts: Mapping[str, Any], weights: Mapping[str, Ten
 
 
 def adapted_parts(parts: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """Returns those of the parts of a pipeline that have adapters."""
+    """Returns the parts of a pipeline that have adapters."""
     return {name: part for name, part in parts.items() if getattr(part, "peft_config", None)}
 
 
@@ -245,7 +245,7 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def settings_of(part: Any) -> dict[str, Any]:
-    """Returns what makes the adapters of a part again, as plain values; nothing if it has none."""
+    """Returns the settings that make the adapters of a part again, as plain values; none if it has no adapters."""
     configs = getattr(part, "peft_config", None)
     # What get_peft_model wraps is of a class that no folder knows; it is refused by that.
     if not isinstance(part, nn.Module) or not configs or hasattr(part, "merge_and_unload"):

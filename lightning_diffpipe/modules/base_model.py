@@ -111,7 +111,7 @@ class BaseModel:
 
 
 def frozen_weights(part: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields those weights of a part that are neither trained nor adapters, under all their names."""
+    """Yields the weights of a part that are neither trained nor adapters, under all their names."""
     if isinstance(part, nn.Module):
         for name, parameter in part.named_parameters(remove_duplicate=False):
             if not parameter.requires_grad and ".lora_" not in name:

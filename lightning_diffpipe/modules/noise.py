@@ -346,7 +346,7 @@ class FlowMatching(_Schedule):
         return math.exp(low + (high - low) * (num_tokens - least) / (most - least))
 
     def _steps_of(self, span: Span, shape: Sequence[int]) -> tuple[range, tuple[float, float]]:
-        """Returns the indices of timesteps in a span, and the quantiles between which they are drawn."""
+        """Returns the indices of timesteps in a span, and the quantiles between which they are sampled."""
         count, shift = self.num_timesteps, self._shift_of(shape)
         times = [1 - i / count for i in range(count)]
         # Rounded, as the end of a span may be a timestep itself: 0.7, shifted by 3, is 0.875.

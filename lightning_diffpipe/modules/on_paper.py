@@ -166,7 +166,7 @@ class BlankTokenizer:
         )
 
     def apply_chat_template(self, conversation: Any, tokenize: bool = True, **options: Any) -> Any:
-        """Gives what a call gives for one conversation or several; no text."""
+        """Returns the output of a call for one or several conversations; without `tokenize` an empty text."""
         chats = conversation if isinstance(conversation[0], list) else [conversation]
         return self(chats, **options) if tokenize else ""
 
@@ -187,7 +187,7 @@ def _module(cls: Any, config: Mapping[str, Any], dtype: torch.dtype, device: Any
 
 
 def _other_part(cls: Any, config: Mapping[str, Any], path: str, name: str) -> Any:
-    """Makes a scheduler, tokenizer or image processor; None in the place of what is not asked for in training."""
+    """Makes a scheduler, tokenizer or image processor; None for a part that training does not call."""
     if name.startswith("tokenizer"):
         if any((Path(path) / name).glob("[!t]*")):  # a vocabulary
             return cls.from_pretrained(path, subfolder=name)
@@ -221,7 +221,7 @@ class OnPaper:
     Args:
         path: A diffusers folder, or the name of a well-known model.
         dtype: Of weights, gradients and activations.
-        configs: Its configurations, in place of those that are read.
+        configs: Its configurations; None reads them.
         call: Further arguments of the pipeline's call.
         device: Device of the weights: meta by default, without memory; else they have random values.
         lora: Adapters that are trained in place of the denoiser's weights.

@@ -34,9 +34,9 @@ class Optimization:
         decay_share: Share of all steps, at the end, in which it falls; 1 right after the warm-up.
         final_share: Learning rate of the last step, as a share of `lr`.
         num_cycles: Times that it falls, with `decay="cosine_with_restarts"`.
-        power: Of what is left of the fall, with `decay="polynomial"`.
+        power: Exponent of the remaining share of the decay, with `decay="polynomial"`.
         optimizer: A class, or a `partial` of one, whose arguments win over those above; None for torch's AdamW.
-        groups: By regular expressions, what is otherwise for parameters in whose names they are found, such as
+        groups: Other settings, by regular expressions, of parameters in whose names these are found, such as
             `{"text_encoder": {"lr": 1e-6}}`; the first one that is found counts.
 
     Raises:

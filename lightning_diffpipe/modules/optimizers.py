@@ -23,7 +23,7 @@ from lightning_diffpipe.errors import ConfigurationError, require_number
 
 
 def _loss_of(closure: Callable[[], float] | None) -> float | None:
-    """Calls what makes gradients, if an optimizer is given it."""
+    """Calls the closure that computes gradients, if an optimizer is given one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -86,7 +86,7 @@ class _DistanceAdapted(Optimizer):
     def _found(
         self, group: Mapping[str, Any], numerator: float, denominator: float
     ) -> dict[str, float]:
-        """Returns what a group keeps after a step: the step size `d`, the numerator, and what else it needs."""
+        """Returns the values that a group keeps after a step: step size `d`, numerator, and further ones."""
         raise NotImplementedError
 
     def _move(self, group: Mapping[str, Any], p: Tensor, rate: float) -> None:
@@ -148,7 +148,7 @@ class Prodigy(_DistanceAdapted):
         use_bias_correction: Scale as Adam does in its first steps.
         safeguard_warmup: Leave the learning rate out of the denominator, for long warm-ups.
         d0: First estimate of the step size.
-        d_coef: Factor of the estimates; what to change for larger or smaller steps.
+        d_coef: Factor of the estimates; the setting for larger or smaller steps.
         growth_rate: Most that the estimate grows by in a step.
 
     Raises:

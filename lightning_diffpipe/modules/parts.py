@@ -287,7 +287,7 @@ class PartsModule(L.LightningModule):
             self._base.refuse_folder(path)
 
     def _note_base(self, path: str | Path, names: Collection[str]) -> None:
-        """Notes from where parts of these names have been read, to which checkpoints of adapters leave them.
+        """Notes the origin of parts of these names, which checkpoints of adapters name in place of weights.
 
         All checkpoints leave those there that are stored quantized.
         """
@@ -301,7 +301,7 @@ class PartsModule(L.LightningModule):
         said_of_cut.clear()
 
     def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
-        """Gives optimizers that average weights those that they train, until they have stepped."""
+        """Replaces averages of optimizers that average weights by the trained weights, until they have stepped."""
         optimizers = self.trainer.optimizers if self._trainer is not None else ()
         for optimizer in filter(switches_weights, optimizers):
             optimizer.train()
@@ -327,10 +327,10 @@ class PartsModule(L.LightningModule):
     def losses(
         self, batch: Mapping[str, Any], generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """Computes what is logged of a batch, with `loss`, which is trained; for subclasses.
+        """Computes the values to log for a batch, among them `loss`, which is trained; for subclasses.
 
         Args:
-            batch: `image`, `(B, 3, H, W)` in [-1, 1], and what else the module learns from.
+            batch: `image`, `(B, 3, H, W)` in [-1, 1], and further entries that the module learns from.
             generator: Of the noise in validation, which drops no captions; None in training.
         """
         raise NotImplementedError
@@ -495,7 +495,7 @@ class PartsModule(L.LightningModule):
         Args:
             path: Folder to write `pytorch_lora_weights.safetensors` into; that of a second denoiser into the
                 folder `transformer_2` in it.
-            names: Regular expressions, and what replaces them in names of tensors, one after the other: for
+            names: Regular expressions, and their replacements in names of tensors, one after the other: for
                 programs that know a model by the names of its first code, which diffusers reads, too.
             state: Weights of the module, as `strategy.lightning_module_state_dict()` returns them in training.
 
@@ -542,7 +542,7 @@ class PartsModule(L.LightningModule):
         return weights
 
     def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what an index of another model may not say any more; for subclasses that are whole models."""
+        """Returns entries to replace in the index of another model; for subclasses that are whole models."""
         return {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -584,7 +584,7 @@ class PartsModule(L.LightningModule):
             checkpoint["state_dict"] = self._completed(weights, base)
 
     def _completed(self, weights: Mapping[str, Tensor], base: BaseModel) -> dict[str, Tensor]:
-        """Returns the weights of a checkpoint with those that it leaves to its base, from which the parts are."""
+        """Returns the weights of a checkpoint, completed by those of its base, with which the parts were opened."""
         completed = dict(weights)
         parts = self.parts
         for name in [name for name in base.samples if name in parts]:

@@ -378,7 +378,7 @@ class PipelineDiffusion(PartsModule):
         return batch[name]
 
     def _image_of(self, batch: Mapping[str, Any]) -> Any:
-        """Returns what of a batch the pipeline edits, as `OneStep.predict` takes it."""
+        """Returns the images of a batch that the pipeline edits, as `OneStep.predict` takes them."""
         step, references = self.step, batch.get("references")
         for each in references or ():
             if not isinstance(each, np.ndarray) or each.dtype != np.uint8 or each.shape[3:] != (3,):

@@ -278,16 +278,16 @@ class OneStep:
         shown: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Returns what the denoiser predicts, as the scheduler understands it: fp32, like `tail.predicted(noisy)`.
+        """Returns the denoiser's prediction in the scheduler's terms: fp32, like `tail.predicted(noisy)`.
 
         Args:
             noisy: Noisy latents as the pipeline samples them, such as `(B, C, h, w)` or `(B, C, F, h, w)`.
             timesteps: In the scheduler's terms, `(B,)`.
             conditions: Prompts or class numbers, one for each sample.
-            pixels: `height`, `width` and `num_frames`; what the pipeline does not take is left out.
+            pixels: `height`, `width` and `num_frames`; those that the pipeline does not take are ignored.
             tail: From `find_tail` of `trial.py`.
             parts: The pipeline's parts as they are now, by name.
-            further: By argument, what each sample has of its own: `self.sizes`, `(B, 2)`, and `self.image`,
+            further: Values with a row for each sample, by argument: `self.sizes`, `(B, 2)`, and `self.image`,
                 `(B, 3, H, W)` in [0, 1], or a list of reference images, `(B, H, W, 3)` each in 8 bits on the host,
                 where the pipeline `reads_references`.
             shown: 0 for samples whose image is dropped, `(B,)`.
@@ -380,7 +380,7 @@ class OneStep:
         return predicted[0] if predicted else None
 
     def time_at(self, share: float) -> float:
-        """Returns the whole timestep at a share of the span, of those that the scheduler knows."""
+        """Returns the integer timestep of the scheduler at a share of the span."""
         start = self.span[0]
         last = self._pipeline.scheduler.config.get("num_train_timesteps", 1000)
         return float(math.ceil(start + share * (min(self.span[1], last) - start)))
@@ -570,7 +570,7 @@ _dtypes: WeakKeyDictionary[Any, tuple[torch.dtype, torch.dtype]] = WeakKeyDictio
 
 
 def _dtype_of(part: Any) -> torch.dtype:
-    """Returns the type of a part, for which diffusers looks at every module; again if its first weight changes."""
+    """Returns the type of a part, cached until its first weight changes, as diffusers looks at every module."""
     first = next(part.parameters()).dtype
     if part not in _dtypes or _dtypes[part][0] != first:
         _dtypes[part] = first, part.dtype

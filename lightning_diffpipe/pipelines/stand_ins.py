@@ -72,7 +72,7 @@ class StandIn:
 
     Args:
         real: The part.
-        members: Attributes and methods in the place of its own; `call` is what calls of it do.
+        members: Attributes and methods in place of its own; `call` is its `__call__`.
     """
 
     def __init__(self, real: Any, **members: Any) -> None:
@@ -122,7 +122,7 @@ def one_timestep(
     Args:
         real: The pipeline's scheduler.
         timesteps: One for each sample, `(B,)`.
-        on_step: Gets prediction and sample, and returns what goes on as latents.
+        on_step: (prediction, sample) -> latents after the step.
     """
 
     # Pipelines look which arguments these methods take.
@@ -253,7 +253,7 @@ def of_type(real: Any, dtype: torch.dtype) -> Any:
 
 
 def of_length(real: Any, length: Callable[[], int]) -> StandIn:
-    """Returns a denoiser whose states of prompts have one length, whatever that of the prompts.
+    """Returns a denoiser whose states of prompts have one length for prompts of any length.
 
     Args:
         real: Computes.
@@ -274,7 +274,7 @@ def of_length(real: Any, length: Callable[[], int]) -> StandIn:
 
 
 def replaying(real: Any) -> Callable[[], StandIn]:
-    """Returns what makes stand-ins of an encoder: the first computes, later ones give its answers in turn."""
+    """Returns a maker of stand-ins of an encoder: the first computes, later ones give its answers in turn."""
     answers: list[Any] = []
 
     def make() -> StandIn:
@@ -353,7 +353,7 @@ class Lockstep:
         raise Captured
 
     def answer(self) -> bool:
-        """Computes what all samples have asked for in the last run; returns whether they did."""
+        """Computes the call that all samples made in the last run, as one batch; returns whether there was one."""
         calls, self._asked = self._asked, []
         if not calls:
             return False
@@ -405,7 +405,7 @@ def posterior_of(mode: Tensor) -> types.SimpleNamespace:
 
 
 def _joined(values: Sequence[Any]) -> Any:
-    """Returns an argument for all samples, of those that each has."""
+    """Returns an argument for all samples, joined from those of each."""
     if isinstance(values[0], Tensor) and values[0].ndim:
         return torch.cat(list(values))
     if isinstance(values[0], list):
@@ -423,7 +423,7 @@ def in_type(answer: Any, dtype: torch.dtype) -> Any:
 def no_decoder(
     real: Any, give: Callable[[Tensor], None], encode: Callable[..., Any] | None = None
 ) -> StandIn:
-    """Returns an autoencoder that gives away what it shall decode, and ends the call.
+    """Returns an autoencoder that passes its input to `on_decode`, and ends the call.
 
     Args:
         real: Encodes by itself, unless `encode` does.
@@ -551,7 +551,7 @@ def tensor_processor(real: Any) -> StandIn:
 
 
 def is_followed(real: Any) -> bool:
-    """Returns whether `tensor_processor` gives what an image processor does, but for rounding to 8 bits."""
+    """Returns whether `tensor_processor` equals an image processor, but for rounding to 8 bits."""
     levels = torch.randint(256, (3, 80, 96), generator=torch.Generator().manual_seed(0)).byte()
     expected = real(images=[levels.permute(1, 2, 0).numpy()], return_tensors="pt")["pixel_values"]
     got = tensor_processor(real)(images=levels[None] / 255)["pixel_values"]
@@ -562,7 +562,7 @@ def dropping_encoder(real: Any, shown: Tensor) -> StandIn:
     """Returns an autoencoder whose encodings of some samples are zeros, as a pipeline samples without an image.
 
     Args:
-        real: Encodes; of what it returns only the mode of the posterior is left.
+        real: The autoencoder, of whose posterior only the mode is used.
         shown: 1 for the samples whose encodings stay, 0 for the others, `(B,)`.
     """
 
@@ -599,7 +599,7 @@ class Place:
 
 
 def given(args: Sequence[Any], options: Mapping[str, Any]) -> dict[pytree.KeyPath, Any]:
-    """Returns what a denoiser is given, by where it stands in tuples, lists and mappings.
+    """Returns the arguments of a denoiser by their paths in tuples, lists and mappings.
 
     Example:
         >>> for path, value in given((["a", "b"], "c"), {"sizes": {"height": 64}}).items():
@@ -618,7 +618,7 @@ def _flat(tree: Any) -> tuple[list[tuple[pytree.KeyPath, Any]], pytree.TreeSpec]
 
 
 def per_sample(real: Any, places: Sequence[Place], values: Mapping[str, Tensor]) -> Any:
-    """Returns a denoiser that is given numbers for each sample where the pipeline gives it those of one.
+    """Returns a denoiser that takes numbers of each sample in place of the pipeline's, which are for all.
 
     Args:
         real: The denoiser.

@@ -1,4 +1,4 @@
-"""Runs of a pipeline's call in which nothing but its text encoders computes: what training must know of it.
+"""Runs of a pipeline's call with only its text encoders, which show training how to use the call.
 
 Runs with constant latents show what the tail does to latents before they are decoded: an order of axes, a factor
 and an offset for each channel. The inverse normalises what the encoder gives.
@@ -40,10 +40,10 @@ _NO_SIZE = (
 
 
 def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
-    """Runs the call at its default size with stand-ins, to see what can be trained and how.
+    """Runs the call at its default size with stand-ins, and configures it for training.
 
     Args:
-        step: The call; gets `arguments`, `time`, `places`, and what is said of the image.
+        step: The call; its `arguments`, `time`, `places` and attributes of the image are set.
         parts: The pipeline's parts by name. Its text encoders are called once, with an empty prompt; denoiser
             and decoder are not called.
 
@@ -105,7 +105,7 @@ def encoding_means(decoder: Any) -> Callable[..., Any]:
 
 
 class Trial:
-    """Runs of a call in which nothing but its text encoders computes.
+    """Runs of a call in which only its text encoders compute.
 
     Args:
         step: The call.
@@ -456,7 +456,7 @@ class Trial:
         )
 
     def _of_darker_image(self, num_given: int) -> Tensor:
-        """Returns what is decoded without noise for an image of half the brightness, as `tail` has it."""
+        """Returns the decoder's input without noise for an image of half the brightness, as `tail` has it."""
         further = self._image(torch.tensor([0.5]))
         return self._decoded(torch.zeros, further=further)[:, :, num_given:]
 
@@ -478,7 +478,7 @@ def _positions(shape: Sequence[int], axis: int) -> Tensor:
 
 
 def _axis_of(values: Tensor) -> int | None:
-    """Returns the axis along which entries are their positions, if there is one."""
+    """Returns the axis along which entries equal their positions; None without one."""
     for axis, length in enumerate(values.shape):
         expected = _positions(values.shape, axis).to(values.device)
         if length > 1 and torch.allclose(values, expected, atol=0.05, rtol=1e-3):
@@ -493,7 +493,7 @@ def _is_per_channel(values: Tensor) -> bool:
 
 
 def _is_row(together: Any, alone: Any, index: int, count: int) -> bool:
-    """Returns whether what one sample is given alone is its row, or its entry, of what several are given."""
+    """Returns whether the arguments of one sample by itself are its row, or its entry, of those of several."""
     if isinstance(together, Tensor):
         if not isinstance(alone, Tensor):
             return False

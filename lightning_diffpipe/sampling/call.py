@@ -172,7 +172,7 @@ class Call:
 
     @property
     def separable(self) -> Samples:
-        """Samples that ranks can divide; as most pipelines have them, where that was not observed."""
+        """Samples that ranks can divide; in the layout of most pipelines, where it was not observed."""
         return self.samples_in or Samples(self.num_samples)
 
     @property
@@ -182,7 +182,7 @@ class Call:
 
     @property
     def denoiser(self) -> str:
-        """The one that ranks share in the first phase."""
+        """Name of the denoiser that ranks share in the first phase."""
         return self.phases[0].denoisers[0]
 
     def phase(self, index: int, latents: Tensor) -> Call:
@@ -293,7 +293,7 @@ class Call:
         return loop
 
     def _compute(self, model: nn.Module, arguments: dict[str, Any]) -> Any:
-        """Answers a call of the denoiser with what this rank computes of it; the rest is NaN."""
+        """Answers a call of the denoiser with the rows that this rank computes; others are NaN."""
         num_rows = len(arguments[latents_name(arguments)])
         rows = self._own_rows(num_rows)
         if rows is None:
@@ -329,7 +329,7 @@ class Call:
         return self._kept(num_rows, self.separable.inputs)
 
     def _kept(self, size: int, inner: int) -> list[int]:
-        """Returns which of so many rows are of this rank's samples and branch of guidance."""
+        """Returns the rows, of a number of rows, of this rank's samples and branch of guidance."""
         rows, half = range(size), size // 2
         if self.divided == "batch":
             rows = rows[half * self.index : half * (self.index + 1)]
@@ -465,7 +465,7 @@ class Call:
         return 1 if self.separable.reason else self.separable.num
 
     def of_own_rows(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns further arguments of a step, of those with a row for each of the latents this rank's rows."""
+        """Returns further arguments of a step; of one with as many rows as the latents, this rank's rows."""
         rows, size = self.rows, len(self.whole)
         return {
             n: x[rows] if rows and isinstance(x, Tensor) and x.ndim and len(x) == size else x
@@ -485,7 +485,7 @@ class Call:
         return len(self.whole) // self.num_samples
 
     def finish(self, latents: Tensor) -> Any:
-        """Returns what the pipeline makes of the final latents, on the rank that leads."""
+        """Returns the pipeline's images for the final latents, on rank 0."""
         try:
             return self.loop[0].finish(latents)
         finally:
@@ -498,7 +498,7 @@ class Call:
             self.loop.pop().close()
 
     def packed(self) -> Call:
-        """Returns the call as it travels, on the host."""
+        """Returns the call as it is sent to other ranks, on the host."""
         return replace(
             self._on("cpu"),
             scheduler=on_host(self.scheduler),
@@ -520,7 +520,7 @@ class Call:
 
     @contextmanager
     def drawing_alike(self, rank: int) -> Iterator[None]:
-        """Lets default generators go on from where those of rank 0 were; they go back on others."""
+        """Gives default generators the states of rank 0's; afterwards other ranks get their own states back."""
         with drawing_from(self.random_states, self.latents.device, goes_back=rank > 0):
             yield
 
@@ -535,7 +535,7 @@ def _with_latents(arguments: Mapping[str, Any], latents: Tensor) -> dict[str, An
 
 
 def _given(seen: Tensor, latents: Tensor) -> Tensor:
-    """Returns what the denoiser, which has seen `seen`, is given for `latents` of one row for each sample."""
+    """Returns the denoiser's input, in the layout of `seen`, for `latents` of one row for each sample."""
     repeated = torch.cat([latents.to(seen.dtype)] * (len(seen) // len(latents)))
     for axis in _inserted(seen, repeated):
         repeated = repeated.unsqueeze(axis)

@@ -50,7 +50,7 @@ _KEEPS_NOTHING = _PLAIN | torch.dtype | torch.device | Tensor
 
 
 class Absent(Tensor):
-    """Stands for a result that is not here, and for all that is made of it: no values, one entry on each axis."""
+    """Stand-in for a result on another rank, and for values computed from it: one entry on each axis, no values."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,7 +76,7 @@ class Division:
     returned: Any
 
     def answer(self, result: Tensor | None = None, others: Collection[Any] = ()) -> Any:
-        """Returns what a call returns, with an `Absent` if the result is not here."""
+        """Returns the output of a call, with an `Absent` if another rank has the result."""
         (num_axes, *rest), spec = pytree.tree_flatten(self.returned)
         if result is None:
             result = torch.empty((1,) * num_axes, device="meta").as_subclass(Absent)
@@ -86,7 +86,7 @@ class Division:
 def _decoded(
     vae: Any, answer: Callable[[dict[str, Any]], Any], given: Any, settings: Mapping[str, Any]
 ) -> Any:
-    """Runs the `decode` of an autoencoder with these attributes, and a decoder that is answered."""
+    """Runs the `decode` of an autoencoder with these attributes, and `answer` in place of its decoder."""
     answered = copy.copy(vae)
     vars(answered).update(vars(vae) | settings, decoder=answered_by(vae.decoder, answer))
     vars(answered).pop("decode", None)
@@ -142,7 +142,7 @@ def divide(
 
 
 def _returned(decoder: nn.Module, arguments: dict[str, Any]) -> Any:
-    """Returns what a call on fake tensors returns, as a `Division` has it.
+    """Returns the outline of a call's output, as a `Division` has it, by a call on fake tensors.
 
     None if the decoder draws numbers, leaves something in its modules, or cannot be run so.
     """
@@ -165,7 +165,7 @@ def _returned(decoder: nn.Module, arguments: dict[str, Any]) -> Any:
 
 
 def _attributes(model: nn.Module) -> list[Any]:
-    """Returns attributes of all modules of a model, and what is in lists and dictionaries among them."""
+    """Returns attributes of all modules of a model, and the values in lists and dictionaries among them."""
     values = [x for module in model.modules() for x in vars(module).values()]
     inner = [x.values() if isinstance(x, dict) else x for x in values if isinstance(x, dict | list)]
     return [*values, *(x for each in inner for x in each)]
@@ -204,10 +204,10 @@ class Decoding:
         world: All ranks.
         part: Returns an autoencoder by its name among the parts of the pipeline, on any rank.
         compare: Refuses, on all ranks, one that other ranks have otherwise.
-        guard: Around what all ranks do together: ends the request on all of them.
+        guard: Context of work that all ranks do together: an error ends the request on all of them.
         device: Device of this rank.
         looked: Properties of decoders from earlier requests, by name; added to.
-        others_wait: On rank 0, whether all ranks have sampled, so that others wait for what is to be decoded.
+        others_wait: On rank 0, whether all ranks have sampled, so that others wait for latents to decode.
         num_calls: Calls of the decoder that each rank has computed; on rank 0, empty if that decoded alone.
         num_bytes: Bytes that were sent to rank 0.
         weight_bytes: Bytes of the autoencoder's weights, which each rank holds then.
@@ -225,13 +225,13 @@ class Decoding:
     weight_bytes: int = 0
 
     def end(self) -> None:
-        """Lets other ranks go, on rank 0, when the pipeline's call has ended, by an error perhaps."""
+        """Ends `follow` on other ranks, from rank 0, when the pipeline's call has ended or failed."""
         if self.others_wait:
             self.others_wait = False
             self.world.links.broadcast_object(lambda: None)
 
     def follow(self) -> None:
-        """Decodes what rank 0 says, on other ranks, until it has ended; raises DiffPipeError if any rank fails."""
+        """Decodes the jobs of rank 0, on other ranks, until it ends; raises DiffPipeError if any rank fails."""
         while (job := self.world.links.broadcast_object(lambda: None)) is not None:
             self._share(job, None)
 
@@ -245,7 +245,7 @@ class Decoding:
                 vars(dividing).setdefault("decode", partial(self._decode, name, dividing))
 
     def _decode(self, name: str, vae: Any, *args: Any, **kwargs: Any) -> Any:
-        """Decodes on all ranks what can be divided, and else here; on rank 0."""
+        """Decodes on all ranks if the calls can be divided, else on rank 0; called there."""
         division, arguments = None, {"args": args, "kwargs": kwargs}
         if self.others_wait:  # else a callback decodes in the middle of the loop
             num_ranks, looked = self.world.num_ranks, self.looked.setdefault(name, {})
@@ -262,7 +262,7 @@ class Decoding:
         return images
 
     def _share(self, job: _Job, vae: Any) -> Any:
-        """Computes this rank's calls; returns what `decode` returns, on rank 0."""
+        """Computes this rank's calls; returns the value of `decode`, on rank 0."""
         world, links = self.world, self.world.links
         with self.guard():
             read = partial(self.part, job.name) if vae is None else lambda: vae

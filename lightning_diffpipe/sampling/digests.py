@@ -118,7 +118,7 @@ def refuse_other_models(world: World, mine: Identity) -> None:
 
 
 def as_texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns what can be compared between processes."""
+    """Returns texts that can be compared between processes."""
     return {name: _text(value) for name, value in values.items()}
 
 
@@ -137,7 +137,7 @@ def _text(value: Any) -> str:
 
 
 def refuse_other_request(rank: int, mine: Mapping[str, str], first: Mapping[str, str]) -> None:
-    """Raises ConfigurationError if this rank is asked for something else than rank 0, both as texts."""
+    """Raises ConfigurationError if the requests of this rank and of rank 0, both as texts, differ."""
     if names := differing(mine, first):
         name = names[0]
         raise ConfigurationError(
@@ -147,7 +147,7 @@ def refuse_other_request(rank: int, mine: Mapping[str, str], first: Mapping[str,
 
 
 def differing(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Returns the names under which two mappings have something else, or one has nothing."""
+    """Returns the names under which two mappings differ, or only one has a value."""
     return sorted(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
 
 

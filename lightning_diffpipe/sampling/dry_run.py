@@ -51,11 +51,11 @@ _log = logging.getLogger(__name__)
 
 
 class InseparableError(Exception):
-    """Why it cannot be told which rows belong to which sample."""
+    """The rows of each sample cannot be determined; the message says why."""
 
 
 def dry_run_of(call: PipelineCall) -> Call:
-    """Runs the call on the rank that has all parts, without computing anything but what is before the loop.
+    """Runs the call on the rank that has all parts, computing only the code before the loop.
 
     Raises:
         ConfigurationError: It runs no loop of denoiser calls and scheduler steps, or not with this scheduler.
@@ -92,7 +92,7 @@ def dry_run_of(call: PipelineCall) -> Call:
 
 
 def _quiet(call: PipelineCall) -> PipelineCall:
-    """Returns a call for trials, without callbacks: what these ask for is checked before there are true latents."""
+    """Returns a call for trials, without callbacks, whose requests are checked before there are true latents."""
     callbacks = {n for n, v in call.arguments.items() if n.startswith("callback") and callable(v)}
     others = {n: v for n, v in call.arguments.items() if n not in callbacks}
     return replace(call, arguments=restored(snapshot(others)))  # whose generators are used up
@@ -106,7 +106,7 @@ class _ObservedRun:
         num_steps: Steps after which the run ends; None runs and records all of the call.
 
     Attributes:
-        request: A `Call` of what the run has shown.
+        request: The `Call` that the run has observed.
         record: Answers of the parts, if they are recorded.
         timesteps: One for each step.
     """
@@ -167,7 +167,7 @@ class _ObservedRun:
 
 
 def _as_first(first: Any, before: Any, now: Any) -> Any:
-    """Returns arguments of a step, in which what has been the same in all steps is the object of the first."""
+    """Returns arguments of a step; those that were the same in all steps are the objects of the first step."""
     flat, spec = pytree.tree_flatten(now)
     (ones, one_spec), (others, other_spec) = map(pytree.tree_flatten, (first, before))
     if not one_spec == other_spec == spec:
@@ -193,7 +193,7 @@ def _refuse_predicted_variance(step: Step) -> None:
 
 
 def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:
-    """Finds by NaN in half of them whether the loop's own code brings rows of latents or predictions together."""
+    """Returns whether the loop's own code combines rows of latents or predictions, by NaN in half of them."""
     is_mixed, num_left = False, num_steps
     before = torch.empty(0)  # latents after the last step
 
@@ -248,7 +248,7 @@ def _half_marked(x: Tensor) -> Tensor:
 
 
 def observe_samples(call: Call) -> Call:
-    """Returns the call with what is observed of its samples, on the rank that has all parts.
+    """Returns the call with the observed rows of its samples, on the rank that has all parts.
 
     Ranks that divide samples or branches of guidance have to know. Text encoders run once more, on one more sample.
     """
@@ -294,7 +294,7 @@ def _copies(call: Call) -> bool:
 
 
 def _growing(call: Call, num: int) -> tuple[dict[str, int], str]:
-    """Returns rows of the denoiser's arguments for each sample, and which argument has the latents."""
+    """Returns rows of the denoiser's arguments for each sample, and the name of the one with the latents."""
     here = _quiet(call.pipeline)
     parameters = inspect.signature(getattr(type(here.pipeline), here.method)).parameters
     reason: Exception | None = None
@@ -459,7 +459,7 @@ def with_more_samples(
 
 
 def growing(one: Any, more: Any, num: int, num_more: int, place: str = "") -> dict[str, int]:
-    """Compares what is given for some samples and for more; returns rows for each sample, by place; 0 if shared.
+    """Compares arguments for some samples and for more; returns rows for each sample, by place; 0 if shared.
 
     Raises InseparableError if something has samples otherwise than in rows.
     """
@@ -524,5 +524,5 @@ def inner_of(places: Mapping[str, int], name: str, inputs: int, arguments: Any) 
 
 
 def rows_with_nan(x: Tensor) -> set[int]:
-    """Returns the rows in which something is NaN."""
+    """Returns the rows that have NaN entries."""
     return set(x.isnan().flatten(1).any(1).nonzero().flatten().tolist())

@@ -166,7 +166,7 @@ def with_ip_adapters(
 
 
 def _num_layer_tensors(path: Path) -> int:
-    """Returns how many tensors a file has for attention layers."""
+    """Returns the number of tensors for attention layers in a file."""
     names = list[str]()
     for name, value in load_state_dict(str(path)).items():
         names += [f"{name}.{each}" for each in value] if isinstance(value, Mapping) else [name]
@@ -188,7 +188,7 @@ def _taken_out(denoiser: nn.Module, before: Collection[int]) -> dict[str, Tensor
 def refuse_images(
     pipeline: str, has_adapters: bool, can_encode: bool, given: Mapping[str, Any]
 ) -> None:
-    """Raises ConfigurationError unless the arguments of a call have what adapters read, and no more."""
+    """Raises ConfigurationError unless the arguments of a call have the images of the adapters, and no more."""
     names = [name for name in given if name.startswith("ip_adapter_") and given[name] is not None]
     if names and not has_adapters:
         raise ConfigurationError(

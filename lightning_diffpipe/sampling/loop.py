@@ -64,12 +64,12 @@ def denoisers_among(names: Any) -> list[str]:
 
 @dataclass
 class PipelineCall:
-    """The call of a pipeline, as something that can be run many times.
+    """The call of a pipeline with its arguments, which can be run many times.
 
     Attributes:
         pipeline: It, or a shallow copy without its parts.
         parts: The parts that are here, by name.
-        names: Of all parts; those that are not here are answered from the record.
+        names: Names of all parts; the record answers for those that are not on this rank.
         absent: Parts that the pipeline does without.
         record: Recorded answers of the parts.
     """
@@ -190,7 +190,7 @@ class PipelineCall:
         return recorded if record is not None else replayed
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state that other ranks get: of the parts only the scheduler, of the arguments no functions."""
+        """Returns the state that other ranks get: the scheduler as the only part, and no functions as arguments."""
         shell = copy.copy(self.pipeline)
         attributes = vars(shell)
         for name in (*self.names, "_modules", "_trainer", "_fabric"):
@@ -213,7 +213,7 @@ class PipelineCall:
     def here(
         self, parts: Mapping[str, Any], device: torch.device, functions: Mapping[str, Any]
     ) -> PipelineCall:
-        """Returns the same on another rank, with its parts, and with functions, which do not travel."""
+        """Returns the call on another rank, with its parts, and with functions, which are not sent."""
         arguments = moved(restored(self.arguments, device), device)
         pipeline = copy.copy(self.pipeline)
         if isinstance(pipeline, nn.Module):
@@ -229,7 +229,7 @@ class PipelineCall:
 
 
 class _EqualToBase(type):
-    """The type of a class that passes for its base: pipelines compare the classes of schedulers."""
+    """A class that compares equal to its base: pipelines compare the classes of schedulers."""
 
     def __eq__(cls, other: object) -> bool:
         return any(other is each for each in cls.__mro__[:2])
@@ -239,7 +239,7 @@ class _EqualToBase(type):
 
 
 def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
-    """Returns a copy of a scheduler whose steps, and those of its own copies, are answered."""
+    """Returns a copy of a scheduler whose steps, and those of its own copies, `answer` computes."""
     plain = type(scheduler)
     if not hasattr(plain, "step"):
         raise ConfigurationError(
@@ -258,7 +258,7 @@ def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
 
 
 def answered_by(part: nn.Module, answer: Callable[[dict[str, Any]], Any]) -> nn.Module:
-    """Returns a shallow copy of a denoiser, or of another part, whose calls are answered."""
+    """Returns a shallow copy of a denoiser, or of another part, whose calls `answer` computes."""
     answered = copy.copy(part)
     vars(answered).update(vars(part))
     for name, value in vars(part).items():
@@ -278,7 +278,7 @@ def answered_by(part: nn.Module, answer: Callable[[dict[str, Any]], Any]) -> nn.
 
 
 def _of_samples(answer: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
-    """Lets a denoiser that takes its samples as a list be answered as one that takes them as one tensor.
+    """Adapts an `answer` for one tensor of samples to a denoiser that takes its samples as a list.
 
     Its argument `listed` says which of the others was a list; `Controlled` makes it one again.
     """
@@ -305,7 +305,7 @@ def _is_batch(name: str, value: Any) -> bool:
 
 @contextlib.contextmanager
 def settings_restored(parts: Mapping[str, Any]) -> Iterator[None]:
-    """Gives parts back the types and attention processors that they had before it.
+    """Restores types and attention processors of parts at the end.
 
     A pipeline that changes them (SDXL decodes in float32, perturbed-attention guidance has processors of its own)
     takes that back at the end of its call, which neither a first run nor a request that fails reaches.
@@ -359,7 +359,7 @@ def restored(arguments: Mapping[str, Any], device: torch.device | None = None) -
 
 @dataclass(frozen=True)
 class _Generator:
-    """A random number generator on its way to another process, or to another run."""
+    """State of a random number generator, for another process or another run."""
 
     state: Tensor
     device: str
@@ -415,7 +415,7 @@ class Prediction(tuple):
 def predicted_zeros(
     denoiser: nn.Module, arguments: Mapping[str, Any], beyond: float = 0.0
 ) -> Prediction:
-    """Returns a prediction of zeros, with something else in channels beyond those of the latents."""
+    """Returns a prediction of zeros, with other values in channels beyond those of the latents."""
     latents = arguments[latents_name(arguments)]
     out = latents.new_zeros(_shape_of_prediction(denoiser, arguments, latents))
     if latents.ndim > 3 and out.shape[1] == 2 * latents.shape[1]:
@@ -503,11 +503,11 @@ class Step:
         return self._plain(**self._arguments | changed)
 
     def answer(self, latents: Tensor) -> Any:
-        """Returns what a scheduler returns whose step was taken elsewhere."""
+        """Returns the output of a scheduler whose step was taken elsewhere."""
         return Stepped(latents, latents)
 
     def count(self) -> None:
-        """Lets the scheduler take this step on zeros: some scale model inputs by the steps they have taken."""
+        """Takes this step on zeros with the scheduler: some scale model inputs by the steps they have taken."""
         zeros, options = self.sample.new_zeros((1,) * self.sample.ndim), {}
         if "generator" in inspect.signature(self._plain).parameters:
             options["generator"] = torch.Generator()
@@ -515,7 +515,7 @@ class Step:
             self.take(zeros, zeros, **options)
 
     def draw(self, from_default: bool) -> None:
-        """Draws noise for all rows, so that generators go on as where the step is taken, default ones if asked."""
+        """Samples noise for all rows, so that generators, or default ones, go on as where the step is taken."""
         devices = [self.sample.device] if self.sample.device.type == "cuda" else []
         with torch.random.fork_rng(devices, enabled=not from_default):
             self.take(torch.zeros_like(self.prediction), torch.zeros_like(self.sample))
@@ -532,7 +532,7 @@ class PipelineLoop(Loop):
         call: The `Call` that is run. What goes in and comes out has the rows of this rank only.
         compute: Answers a call of the denoiser that ranks share, given its arguments.
         exchange: Sends the prediction of this rank's branch of guidance, and returns those of both.
-        head: A context for what comes before the first call of the denoiser.
+        head: Context of the code before the first call of the denoiser.
         draws: Draw the noise of steps that are taken elsewhere, so that generators among the call's arguments go on
             as in one process; the default ones, too, if no patch is stepped on this rank.
     """
@@ -563,7 +563,7 @@ class PipelineLoop(Loop):
 
     @property
     def _branch(self) -> int | None:
-        """The branch of guidance that this rank computes, another computing the other; None if both."""
+        """Index of the branch of guidance that this rank computes; None if it computes both."""
         return self.call.index if self.is_divided else None
 
     @property
@@ -608,7 +608,7 @@ class PipelineLoop(Loop):
         return self._cut(self._at_step().prediction)
 
     def change(self, call: Any, compute: Compute) -> None:
-        """Goes on with another denoiser, as if it began now, from this loop's latents after the last step."""
+        """Changes to another denoiser, whose loop begins with this loop's latents after the last step."""
         self._run_to_step()
         self.call, self.compute = call, compute
         self._fixed.clear()
@@ -618,7 +618,7 @@ class PipelineLoop(Loop):
             self._stepped = event.answer(self._embedded(call.latents))
 
     def _answered(self, event: _Denoise) -> Any:
-        """Answers a call of a denoiser, or returns what this rank knows of it if another knows the rest."""
+        """Answers a call of a denoiser, or returns this rank's rows of the answer if another rank has the rest."""
         if event.name != self.call.denoiser:
             part = self._pipeline.parts[event.name]
             if event.arguments.keys() & {"controls", "listed"}:
@@ -666,7 +666,7 @@ class PipelineLoop(Loop):
             )
 
     def _look_for_changes(self, event: _Denoise) -> None:
-        """Tells if something is other than in the step before, of what the first run saw unchanged."""
+        """Calls `on_change` if an argument differs from the step before that did not change in the first run."""
         number, latents = self._asked.index(event), latents_name(event.arguments)
         first, last, now = (
             [
@@ -723,7 +723,7 @@ class PipelineLoop(Loop):
         return self._cut(self._stepped[0])
 
     def finish(self, latents: Tensor) -> Any:
-        """Runs what follows the last step; returns the pipeline's result, or raises SamplingError."""
+        """Runs the code after the last step; returns the pipeline's result, or raises SamplingError."""
         if self._coroutine.done:  # interrupted
             return self._result
         self._run_to_step()

@@ -93,7 +93,7 @@ class StoredLora:
                 self.path, local_files_only=True, **options
             )
         except Exception as error:
-            first: BaseException = error  # it says only that it cannot, and what it tried last
+            first: BaseException = error  # it names only the last attempt
             while first.__context__ is not None:
                 first = first.__context__
             why = dict.fromkeys(" ".join(str(e).split()).rstrip(".") for e in (error, first))
@@ -117,7 +117,7 @@ class StoredLora:
         return {SECOND if self._is_second and n == name_in_file(SECOND) else n for n in names}
 
     def digest(self, part: str) -> str:
-        """Returns what ranks compare of its adapters of a part."""
+        """Returns a digest of its adapters of a part, which ranks compare."""
         prefix, is_there = f"{name_in_file(part)}.", part in self.parts()
         pairs = [(n, digest_of_tensor(v)) for n, v in self._weights.items() if n.startswith(prefix)]
         return f"{self._scale} {sorted(pairs) if is_there else []}"
@@ -294,7 +294,7 @@ class AdaptedWeights(ChangedWeights):
         return {name: size for name, size in sizes.items() if name not in adapted}
 
     def digests(self) -> dict[str, str]:
-        """Returns the digests of each tensor, and of what is added."""
+        """Returns the digests of each tensor, and of the adapters that are added to it."""
         return self._weights.digests() | self._of_loras
 
 

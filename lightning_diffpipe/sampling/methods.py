@@ -79,7 +79,7 @@ class MethodOptions:
         cache: Step cache of diffusers: `"first_block"`, `"pyramid_attention"`, `"taylor_seer"`, or a configuration
             such as `FirstBlockCacheConfig(threshold=0.1)`; see docs/sampling.md.
         attention: Kernel of the denoiser's attention, by diffusers' name, such as `"flash"`; None leaves it alone.
-        decoding: `"auto"` divides what is decoded one by one (tiles, images with `vae_slicing`) over all ranks,
+        decoding: `"auto"` divides calls of the decoder (tiles, images with `vae_slicing`) over all ranks,
             each of which then holds the autoencoder; `"rank_0"` leaves it to that rank.
         further: Options that only this method has.
         mesh: The mesh that was decided on; None before that.
@@ -126,7 +126,7 @@ class MethodOptions:
 
 
 def options_taken(method: str) -> set[str]:
-    """Returns the names of a method's own options, without what the Predictor gives by itself."""
+    """Returns the names of a method's own options, without those that the Predictor sets itself."""
     sampler = _SAMPLERS.get(method, DistriFusion)
     names = set(inspect.signature(sampler).parameters) - _GIVEN
     return names - {"mode"} if sampler is DistriFusion else names
@@ -347,7 +347,7 @@ def _said(refused: tuple[MethodOptions, DiffPipeError]) -> str:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Returns the bytes that are left on an accelerator; None for hosts, whose ranks share what there is."""
+    """Returns the free bytes of an accelerator; None for hosts, whose ranks share memory."""
     if device.type != "cuda":
         return None
     free: int = torch.cuda.mem_get_info(device)[0]
@@ -538,7 +538,7 @@ class Worker:
         return whole
 
     def report(self) -> RankReport:
-        """Returns what this rank did in the last request."""
+        """Returns the report of this rank for the last request."""
         around, sampled = self._sent_around().since(self._before), self._statistics
         sizes = [(p, held_bytes(p)) for p in self._model.parameters()]
         return RankReport(
@@ -551,5 +551,5 @@ class Worker:
         )
 
     def _sent_around(self) -> Traffic:
-        """Returns what was sent so far outside the sampler."""
+        """Returns the bytes sent so far outside the sampler."""
         return self.place.branches.traffic.plus(self.world.links.traffic)

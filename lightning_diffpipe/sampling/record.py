@@ -193,7 +193,7 @@ class Replayed(_Asked):
 
 
 def _then(method: Callable[..., Any] | None, part: Any) -> Callable[..., Any]:
-    """Returns a method of a module that changes it, if it is here, and returns what stands for it."""
+    """Returns a method that changes the real module, if there is one, and returns its stand-in."""
 
     def changed(*args: Any, **kwargs: Any) -> Any:
         if method is not None:
@@ -244,7 +244,7 @@ class Controls:
     its argument `controls`: names and arguments, for which every `Answer` among its other arguments stands.
 
     Args:
-        known: Of each control, what it answers, without values, by shapes of its arguments; further ones are added,
+        known: Answers of each control, without values, by shapes of its arguments; further ones are added,
             and a control that has other readers is taken out.
         parts: The parts that are here, by name.
         device: Device of this rank.
@@ -273,7 +273,7 @@ class Controls:
         return answer
 
     def read_by(self, on_denoise: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Gives a denoiser what the controls were asked whose answers it is given."""
+        """Gives a denoiser the calls of the controls whose answers it reads."""
 
         def denoise(arguments: dict[str, Any]) -> Any:
             leaf_ids = {id(x) for x in pytree.tree_leaves(arguments)}

@@ -275,6 +275,6 @@ def forget_variables(error: BaseException | None) -> None:
 
 
 def release_memory() -> None:
-    """Gives back what torch keeps of a call that is over; what follows needs less, in other sizes."""
+    """Frees memory that torch caches from a call that is over; later calls need less, in other sizes."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -92,7 +92,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
-        """Takes everything inside for no part of a step, but done once for many requests."""
+        """Excludes everything inside from the time of steps: it is done once for many requests."""
         start = self._clock.stamp()
         try:
             yield

@@ -63,7 +63,7 @@ class Weights(Protocol):
         """Reads some of them, one at a time."""
 
     def digests(self) -> dict[str, str]:
-        """Returns the digests of stored tensors, from samples of each: what ranks compare, see `digests.py`."""
+        """Returns digests of samples of the stored tensors, which ranks compare; see `digests.py`."""
 
     def quantized_bytes(self) -> Mapping[str, int]:
         """Returns the stored bytes of each weight that is read as a quantized one."""
@@ -186,7 +186,7 @@ def dtype_named(name: str, value: str | torch.dtype | None) -> torch.dtype | Non
 
 
 def stored_dtype(folder: Path, variant: str | None = None) -> torch.dtype | None:
-    """Returns the floating type of most values in the safetensors files of a part; None where there is none.
+    """Returns the floating-point type of most values in the safetensors files of a part; None without any.
 
     That of float8, which layers cannot compute with, is bfloat16, which has all its values. Scales of weights that
     are stored quantized do not count.
@@ -226,7 +226,7 @@ class StateDict(Weights):
         return set(self._values)
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Hands them out as copies."""
+        """Yields copies of some of them."""
         for name in sorted(names):
             yield name, self._values[name].clone()
 
@@ -236,7 +236,7 @@ class StateDict(Weights):
 
 
 class ChangedWeights:
-    """Stored weights, some of which a subclass changes; what it does not define is theirs."""
+    """Stored weights, some of which a subclass changes; other methods are those of the wrapped weights."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights

@@ -82,7 +82,7 @@ _NEEDS_VALUES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of a request; `Predictor.__call__` says what each is.
+    """Arguments of a request, as of `Predictor.__call__`.
 
     A `generator` among `options` takes the place of the seed. Prompts are None where the pipeline is given their
     embeddings, or an image alone.
@@ -136,11 +136,11 @@ class Settings:
         return {k: v for k, v in values.items() if v is not None} | dict(self.options)
 
     def as_texts(self) -> dict[str, str]:
-        """Returns what ranks compare."""
+        """Returns the settings as texts, which ranks compare."""
         return as_texts({"prompts": self.prompts, "seed": self.seed} | self.given())
 
     def generator(self) -> torch.Generator:
-        """Draws the start noise, on the host, so that it is the same on every device."""
+        """Returns the generator of the start noise, on the host, so that it is the same on every device."""
         return torch.Generator().manual_seed(int(self.seed))
 
 
@@ -179,13 +179,13 @@ class Source(Protocol):
     weights: Weights | None
 
     def draw(self, settings: Settings, sample: Sample) -> Any:
-        """Draws images, with the denoising loop done by `sample`; only on the rank that leads."""
+        """Samples images, with the denoising loop done by `sample`; on rank 0 only."""
 
     def part(self, name: str) -> nn.Module:
         """Returns another part that the loop calls, with its weights; on any rank."""
 
     def identity(self, name: str) -> Identity:
-        """Returns what ranks compare of that part: as it is stored, not as it was rounded; on any rank."""
+        """Returns the identity of that part, which ranks compare: as it is stored, not as rounded; on any rank."""
 
 
 class DiffusersFolder:
@@ -276,7 +276,7 @@ class DiffusersFolder:
         return "num_frames" in inspect.signature(cls.__call__).parameters
 
     def outline(self) -> Any:
-        """Returns the pipeline, on other ranks than the one that leads made from configs alone.
+        """Returns the pipeline; on other ranks than rank 0 it is made from configs alone.
 
         Then its modules have no weights, and those of transformers are missing.
 
@@ -308,7 +308,7 @@ class DiffusersFolder:
         return cls([skeleton(kind, _config(kind, each), cpu, torch.float32) for each in folders])
 
     def check_adapters(self, settings: Settings) -> None:
-        """Raises ConfigurationError unless adapters are given what they read, and no more."""
+        """Raises ConfigurationError unless the request has the images of the adapters, and no more."""
         name, pipeline = self._index["_class_name"], self._pipeline
         can_encode = pipeline is None or getattr(pipeline, "image_encoder", None) is not None
         refuse_images(name, self._has_ip_adapters, can_encode, settings.options)
@@ -337,7 +337,7 @@ class DiffusersFolder:
         return self._parts[name]
 
     def identity(self, name: str) -> Identity:
-        """Returns what ranks compare of another part: its config, stored weights and what is added to them."""
+        """Returns the identity of another part, which ranks compare: config, stored weights and added adapters."""
         if name in self._given:
             return Identity.of({}, self._given[name], None)
         added = {f"LoRA {n}": lora.digest(name) for n, lora in enumerate(self._loras)}
@@ -668,7 +668,7 @@ def drawn_by(call: PipelineCall, sample: Sample) -> Any:
 
 
 def _lacking_package(error: Exception) -> str | None:
-    """Returns the package that is not there, if an error says so; diffusers leaves names of some undefined."""
+    """Returns the missing package that an error names; diffusers leaves names of some packages undefined."""
     name = getattr(error, "name", None) if isinstance(error, NameError | ImportError) else None
     name = str(name or "").partition(".")[0]
     is_optional = isinstance(error, ImportError) or hasattr(diffusers.utils, f"is_{name}_available")

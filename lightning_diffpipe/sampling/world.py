@@ -34,7 +34,7 @@ class World:
     """All ranks.
 
     Attributes:
-        links: Between all of them, over gloo: what is rare travels on the host.
+        links: Links between all of them, over gloo: rare messages go through the host.
         backend: Of messages between denoisers, `"gloo"` or `"nccl"`.
     """
 
@@ -107,7 +107,7 @@ class World:
         return value
 
     def leave(self, error: BaseException) -> None:
-        """Lets the others know that this rank does not go on: it was not lost first."""
+        """Tells other ranks that this rank ends because of an error elsewhere: it was not lost first."""
         if self.num_ranks > 1:
             watcher.fail(error)
 
@@ -144,7 +144,7 @@ class World:
         return [error for error, _ in outcomes]
 
     def measured_link(self) -> Link:
-        """Measures how fast messages of denoisers travel between ranks; collective, the same on all ranks.
+        """Measures latency and bandwidth of messages of denoisers between ranks; collective, the same on all ranks.
 
         Between hosts if there are several, since every mesh of all ranks has messages that go there.
         """
