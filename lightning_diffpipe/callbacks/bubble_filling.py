@@ -113,7 +113,7 @@ class BubbleFilling(L.Callback):
         strategy.upcoming = [(later, batch) for later, batch in ahead if later > num_prepared]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Frees what was encoded for a batch that does not come."""
+        """Frees encodings for a batch that is not trained on."""
         pipeline: Pipeline | None = getattr(trainer.strategy, "pipeline", None)
         if pipeline is not None:
             pipeline.engine.drop_prepared()

@@ -57,7 +57,7 @@ _MOST_DRAWS, _QUIET_DRAWS = 16, 3  # of a batch: until so many in a row bring no
 
 
 class EncodingCache(L.Callback):
-    """Stores what frozen layers give for each sample, and reads it in later passes.
+    """Stores the outputs of frozen layers for each sample, and reads them in later passes.
 
     Losses are those of a run without it: an entry is found by a hash of everything the layer depends on, so
     that other weights, settings, crops, captions or precisions are other entries. A layer whose weights change
@@ -108,7 +108,7 @@ class EncodingCache(L.Callback):
         self._found_before = (0, 0)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Starts over."""
+        """Forgets the encodings of an earlier run."""
         self.memo, self._store, self._passes, self._found_before = None, None, 0, (0, 0)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

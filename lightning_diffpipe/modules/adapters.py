@@ -33,7 +33,7 @@ TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "q", "k", "v", "o")
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters: what is trained in place of a part's own weights.
+    """Low-rank adapters, which are trained in place of a part's own weights.
 
     Attributes:
         rank: Rank of the adapters.

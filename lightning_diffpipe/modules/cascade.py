@@ -177,7 +177,7 @@ class CascadedDiffusion(PartsModule):
         noise_level: float = 0.1,
         small: Tensor | None = None,
     ) -> Tensor:
-        """Draws one image per prompt: first the base, then the upscaler.
+        """Samples one image per prompt: first the base, then the upscaler.
 
         Args:
             prompts: Texts, one for each image.

@@ -124,7 +124,7 @@ class ControlNetDiffusion(LatentDiffusion):
     def denoise(
         self, noisy: Tensor, timesteps: Tensor, states: Tensor, mask: Tensor, **conditions: Tensor
     ) -> Tensor:
-        """Predicts as that of `LatentDiffusion`, with the ControlNet's residuals in the U-Net.
+        """Predicts as `LatentDiffusion.denoise`, with the ControlNet's residuals in the U-Net.
 
         Conditions are `condition`, `(B, 3, H, W)` in [0, 1]. The mask is for the U-Net, as ControlNets take none.
         """
@@ -169,7 +169,7 @@ class ControlNetDiffusion(LatentDiffusion):
         generator: torch.Generator | None = None,
         condition: Tensor | None = None,
     ) -> Tensor:
-        """Draws one image per prompt and condition, of the condition's size, as that of `LatentDiffusion`.
+        """Samples one image per prompt and condition, of the condition's size, as `LatentDiffusion.sample`.
 
         Guidance sees the condition, `(len(prompts), 3, H, W)` in [0, 1], with and without the prompt.
 

@@ -49,7 +49,7 @@ def tokenize(
 
 
 def attention_bias(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turns a token mask into what is added to attention scores.
+    """Turns a token mask into the bias that is added to attention scores.
 
     transformers would do so itself, but first looks whether any token is padding: that waits for the
     device, and makes the course of the computation depend on the captions.

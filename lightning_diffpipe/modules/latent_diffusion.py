@@ -364,7 +364,7 @@ class LatentDiffusion(PartsModule):
         height: int | None = None,
         width: int | None = None,
     ) -> Tensor:
-        """Draws one image per prompt, in this process; `Predictor` does it with several.
+        """Samples one image per prompt, in this process; `Predictor` does it with several.
 
         Args:
             prompts: Texts, one for each image.
@@ -417,7 +417,7 @@ class LatentDiffusion(PartsModule):
         return latent_size(self.vae.config, self.denoiser.config, height, width)
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[Image.Image]:
-        """Draws the captions of a batch: `trainer.predict(module, prompts)`.
+        """Samples the captions of a batch: `trainer.predict(module, prompts)`.
 
         Each rank draws all prompts of its pipeline alone, and pipelines side by side (`data_parallel`) draw a share
         each; `Predictor.from_module(module, "pipefusion")` draws every prompt with all ranks.

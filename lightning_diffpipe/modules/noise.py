@@ -37,7 +37,7 @@ LOSS_BY_TIME = "loss_by_time_"
 
 @dataclass(frozen=True)
 class Noise:
-    """Settings of noise and loss: how often each time is trained, how much it counts, and which errors.
+    """Settings of noise and loss: the distribution of the trained times, their weights, and the error function.
 
     Attributes:
         min_snr_gamma: Losses of epsilon and v count as if their signal-to-noise ratio were at most this, often 5.

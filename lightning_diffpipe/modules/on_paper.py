@@ -76,7 +76,7 @@ def read_configs(path: str) -> Configs:
 
 
 class Values(TorchDispatchMode):
-    """Lets integers and truth values on the meta device be read, as far as they follow from known ones.
+    """Keeps the values of integers and truth values on the meta device, as far as they follow from known ones.
 
     Other numbers that are copied to the host, such as statistics of an autoencoder's latents, become ones.
     """
@@ -110,7 +110,7 @@ class Values(TorchDispatchMode):
         return out
 
     def _by_numbers(self, index: Tensor | None) -> Sequence[Tensor | None]:
-        """Returns the entries in the place of truth values, whose number would not be known on the meta device."""
+        """Returns indices in place of a mask, the number of whose entries would not be known on the meta device."""
         is_mask = index is not None and index.dtype == torch.bool and index in self._known
         if not is_mask:
             return [index]
@@ -123,6 +123,7 @@ class Values(TorchDispatchMode):
         return meta
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], outs: Sequence[Any]) -> None:
+        """Computes small outputs of integers and truth values again on the host, if all inputs are known there."""
         on_meta = [x for x in outs if isinstance(x, Tensor) and x.is_meta]
         if not any(not x.is_floating_point() and x.numel() <= _MOST_VALUES for x in on_meta):
             return

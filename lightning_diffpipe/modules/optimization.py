@@ -74,7 +74,7 @@ class Optimization:
                 )
 
     def _made(self, groups: list[dict[str, Any]], name: str = "optimizer") -> Optimizer:
-        """Builds the optimizer; what it refuses is said of the setting of a name."""
+        """Builds the optimizer; its errors begin with the name of the setting."""
         make = self.optimizer or torch.optim.AdamW
         cls, fixed = (make.func, make.keywords) if isinstance(make, partial) else (make, {})
         settings = {"lr": self.lr, "betas": tuple(self.betas), "weight_decay": self.weight_decay}
@@ -134,7 +134,7 @@ class Optimization:
         return warmup * (self.final_share + (1 - self.final_share) * falling)
 
     def parameter_groups(self, module: nn.Module) -> list[dict[str, Any]]:
-        """Returns the parameters that ask for gradients, by the first of `groups` in whose pattern they are.
+        """Returns the trained parameters, each in the first of `groups` whose pattern is in its name.
 
         Raises:
             ConfigurationError: Nothing is trained, or nothing that a pattern is found in.

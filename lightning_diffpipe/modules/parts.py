@@ -170,7 +170,7 @@ class PartsModule(L.LightningModule):
         self.train()
 
     def train_in_float32(self) -> None:
-        """Gives trained weights the type in which an optimizer's small steps are not rounded away.
+        """Converts trained weights to float32, in which an optimizer's small steps are not rounded away.
 
         Raises:
             ConfigurationError: Quantized weights would be among them.
@@ -227,7 +227,7 @@ class PartsModule(L.LightningModule):
             lora.add_to(part)
 
     def setup(self, stage: str) -> None:
-        """Looks which weights are as they were read, so that checkpoints need not have them.
+        """Determines the weights that are as they were read, which checkpoints need not have.
 
         Processors compute float16, a type of files, many times slower than float32: on those frozen parts get that.
         """
@@ -297,7 +297,7 @@ class PartsModule(L.LightningModule):
             self._base = BaseModel.of(path, {n: p for n, p in left.items() if n in names})
 
     def on_train_start(self) -> None:
-        """Lets warnings of trial runs be said again."""
+        """Allows warnings that trial runs gave to be given again."""
         said_of_cut.clear()
 
     def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
@@ -353,7 +353,7 @@ class PartsModule(L.LightningModule):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Puts all modules into evaluation mode inside; after it, each is in the mode it had before."""
+        """Context in which all modules are in evaluation mode; afterwards each has its former mode."""
         modes = [(module, module.training) for module in self.modules()]
         self.eval()
         try:

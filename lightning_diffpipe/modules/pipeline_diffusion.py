@@ -265,7 +265,7 @@ class PipelineDiffusion(PartsModule):
         return self._tail
 
     def setup(self, stage: str) -> None:
-        """Looks at the pipeline before training does."""
+        """Determines the pipeline's tail before training, so that it is refused early."""
         super().setup(stage)
         self._tail = self.tail
 
@@ -416,7 +416,7 @@ class PipelineDiffusion(PartsModule):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Puts all modules into evaluation mode inside, and has the autoencoder decode in its own precision."""
+        """Context with all modules in evaluation mode, in which the autoencoder decodes in its own precision."""
         vae = self.step.decoder and getattr(self, self.step.decoder)
         with super().evaluating(), decoding_in_own_precision(vae) if vae else nullcontext():
             yield
@@ -446,7 +446,7 @@ class PipelineDiffusion(PartsModule):
         condition: Tensor | Sequence[Any] | None = None,
         **options: Any,
     ) -> Tensor:
-        """Draws one image or video per prompt with the pipeline's own call, in this process.
+        """Samples one image or video per prompt with the pipeline's own call, in this process.
 
         Args:
             prompts: Prompts or class numbers; of a model without either only their number counts.

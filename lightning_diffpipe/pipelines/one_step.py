@@ -134,7 +134,7 @@ class Tail:
         return latents.narrow(axis, self.num_given, latents.shape[axis] - self.num_given)
 
     def undone(self, decoded: Tensor, num_samples: int) -> Tensor:
-        """Returns the fp32 latents whose tail this is; of an encoding, latents of about unit variance.
+        """Inverts the tail: returns fp32 latents; of an encoding, latents of about unit variance.
 
         Raises:
             ConfigurationError: They have another number of channels.
@@ -487,7 +487,7 @@ class OneStep:
 
 
 def patched(decoded: Tensor, patch: int) -> Tensor:
-    """Takes height and width of what is decoded to those of the latents."""
+    """Reshapes the decoder's input to the height and width of the latents, with more channels."""
     return F.pixel_unshuffle(decoded, patch) if patch > 1 else decoded
 
 

@@ -30,7 +30,7 @@ Draw = Callable[[Sequence[int]], Tensor]
 
 
 class Captured(Exception):
-    """Ends a call once it has given what was wanted."""
+    """Ends a call once the value that is looked for was captured."""
 
 
 def checked_arguments(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -68,7 +68,7 @@ def checked_arguments(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, 
 
 
 class StandIn:
-    """A part some members of which are others.
+    """A part, some members of which are replaced.
 
     Args:
         real: The part.
@@ -159,7 +159,7 @@ def one_timestep(
 
 
 class PaddingTokenizer(StandIn):
-    """A tokenizer whose tensors have one length, and which makes no search for words that were cut off.
+    """A tokenizer whose tensors have one length, and with which pipelines do not look for words that were cut off.
 
     Pipelines tokenize twice, the second time without a limit, and compare ids by value to warn of what was
     cut off. The second answer is shorter here than the first, so that there is nothing to compare.
@@ -231,7 +231,7 @@ def in_own_precision(vae: Any, device: torch.device) -> contextlib.AbstractConte
 
 
 def decoding_in_own_precision(vae: Any) -> contextlib.AbstractContextManager[Any]:
-    """Has an autoencoder decode latents of any type inside, which a pipeline gives it in that of its denoiser."""
+    """Context in which an autoencoder decodes latents in its own type, also if a pipeline gives it another one."""
     decode = vae.decode
 
     def decode_in_type(latents: Tensor, *args: Any, **options: Any) -> Any:
@@ -414,7 +414,7 @@ def _joined(values: Sequence[Any]) -> Any:
 
 
 def in_type(answer: Any, dtype: torch.dtype) -> Any:
-    """Gives floating tensors a type, wherever they stand in an answer."""
+    """Converts all floating-point tensors in an answer to a type."""
     return pytree.tree_map_only(
         Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, answer
     )

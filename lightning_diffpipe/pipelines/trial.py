@@ -114,7 +114,7 @@ class Trial:
 
     def __init__(self, step: OneStep, parts: Mapping[str, Any]) -> None:
         self._step = step
-        # What parts were given in the last run, and what text encoders have answered to how many samples.
+        # Arguments of parts in the last run, and answers of text encoders by the number of samples.
         self._calls: dict[str, list[Any]] = defaultdict(list)
         self._answers: dict[str, list[tuple[int, Any]]] = defaultdict(list)
         modules = {n: part for n, part in parts.items() if isinstance(part, nn.Module)}
@@ -263,7 +263,7 @@ class Trial:
         return True
 
     def place_of_time(self) -> Place:
-        """Finds where the denoiser is given the time, from runs with one time for all samples.
+        """Determines the argument that gives the denoiser the time, by runs with one time for all samples.
 
         Raises:
             ConfigurationError: In no argument of its own, or not by a factor and an offset.
@@ -281,16 +281,16 @@ class Trial:
         path, values = next(iter(changed.items()), ((), ()))
         # One for each sample, or one for each of its tokens, all the same.
         if len(changed) == 1 and getattr(values[0], "shape", (0,))[:1] in ((), (1,), (3,)):
-            moves = values[0] != values[2]
-            rest, fixed = values[1][~moves].unique(), None
-            if len(rest) == 1 and not (values[1][moves] == rest).any():
-                fixed = rest.item()  # tokens of a first frame, without noise
-                values = [value[moves] for value in values]
+            is_time = values[0] != values[2]
+            others, fixed = values[1][~is_time].unique(), None
+            if len(others) == 1 and not (values[1][is_time] == others).any():
+                fixed = others.item()  # tokens of a first frame, without noise
+                values = [value[is_time] for value in values]
             low, middle, high = (value.float() for value in values)
             factor = (high - low) / (times[2] - times[0])
-            between = low + factor * (times[1] - times[0])
+            on_line = low + factor * (times[1] - times[0])
             offset, (first, *_) = low - times[0] * factor, factor.flatten()
-            is_line = torch.allclose(middle, between, rtol=1e-3) and bool((factor == first).all())
+            is_line = torch.allclose(middle, on_line, rtol=1e-3) and bool((factor == first).all())
             if is_line and torch.allclose(offset, offset.flatten()[0], atol=1e-3):
                 line = (x.flatten()[0].item() for x in (factor, offset))
                 self._step.time = times[1]
@@ -301,7 +301,7 @@ class Trial:
         )
 
     def check_samples_apart(self) -> None:
-        """Raises ConfigurationError unless the denoiser is given of three samples what it is given of each."""
+        """Raises ConfigurationError unless each of three samples reaches the denoiser as it does by itself."""
         times, latents = tuple(map(self._step.time_at, (0.1, 0.5, 0.9))), {}
         generator = torch.Generator().manual_seed(0)
 
@@ -313,7 +313,7 @@ class Trial:
                 )
             return latents.setdefault(0, torch.randn(tuple(shape), generator=generator))
 
-        # The text encoders say first what they say to one.
+        # First for one sample, whose answers of the text encoders are then repeated.
         self._decoded(torch.zeros)
         levels = torch.tensor([0.2, 0.5, 0.9])
         self._decoded(draw, times, self._image(levels))
@@ -362,7 +362,7 @@ class Trial:
         return None
 
     def places_of_sizes(self) -> tuple[Place, ...]:
-        """Finds where the denoiser is given sizes, from two runs with other numbers.
+        """Determines the arguments that give the denoiser sizes, by two runs with other numbers.
 
         Raises:
             ConfigurationError: It is told them in another way than by the numbers themselves.
@@ -461,7 +461,7 @@ class Trial:
         return self._decoded(torch.zeros, further=further)[:, :, num_given:]
 
     def _temporal_ratio(self, axes: Sequence[int | None]) -> int | None:
-        """Returns by how many frames a video grows for one more frame of its latents; None without an image."""
+        """Returns the frames of a video for each frame of its latents after the first; None without an image."""
         if not self._step.animates or (axis := axes[2]) is None:
             return None
         longer = self._drawn[0][axis]

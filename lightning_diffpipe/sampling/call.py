@@ -307,7 +307,7 @@ class Call:
             )
         out = model(**cut)[0]
         if self.divided == "batch":
-            num_rows //= 2
+            num_rows //= 2  # of the branch, which is exchanged
             rows = [row - self.index * num_rows for row in rows]
         if len(rows) == num_rows:
             return Prediction((out,))

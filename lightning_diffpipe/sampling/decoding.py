@@ -108,7 +108,9 @@ def divide(
         looked: Properties of the decoder, which is examined once; added to.
     """
     groups, costs = list[int](), Counter[int]()
-    left: dict[int, tuple[Any, int]] = {}  # by identity, which no other object has while it is kept
+    seen: dict[
+        int, tuple[Any, int]
+    ] = {}  # objects by id, kept so that no other one gets it, with groups
 
     def answer(arguments: dict[str, Any]) -> Any:
         if not looked:
@@ -118,15 +120,15 @@ def divide(
         stop = lambda x: isinstance(x, list | dict)
         objects = [x for value in arguments.values() for x in pytree.tree_leaves(value, stop)]
         objects = [x for x in (*objects, *leaves) if not isinstance(x, _KEEPS_NOTHING)]
-        continued = {left[id(x)][1] for x in objects if id(x) in left}
+        continued = {seen[id(x)][1] for x in objects if id(x) in seen}
         reads_result = any(isinstance(x, Absent) for x in leaves)
         if looked["returned"] is None or reads_result or len(continued) > 1:
             raise GraphError("calls that depend on each other")
-        group = continued.pop() if continued else len(costs)
+        group = continued.pop() if continued else len(costs)  # calls that one rank has to compute
         groups.append(group)
         costs[group] += next(x.numel() for x in leaves if isinstance(x, Tensor))
         others = [object() for _ in pytree.tree_leaves(looked["returned"])[1:]]
-        left.update({id(x): (x, group) for x in (*objects, *others)})
+        seen.update({id(x): (x, group) for x in (*objects, *others)})
         return Division((), looked["returned"]).answer(None, others)
 
     try:

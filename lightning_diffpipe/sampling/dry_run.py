@@ -308,7 +308,7 @@ def _growing(call: Call, num: int) -> tuple[dict[str, int], str]:
             for few, more in zip(call.phases, run.request.phases, strict=True):
                 calls = zip(itertools.chain(*few.calls), itertools.chain(*more.calls), strict=True)
                 for pair in calls:
-                    of_call = growing(*pair, num, num_more)
+                    of_call = rows_by_place(*pair, num, num_more)
                     rows |= {n: max(each, rows.get(n, 0)) for n, each in of_call.items()}
             name = latents_name(call.steps[0][0])
             if rows[name] and len(run.request.whole) * num == len(call.whole) * num_more:
@@ -458,7 +458,7 @@ def with_more_samples(
         yield of(prompts * (each + 1), {name: each + 1})
 
 
-def growing(one: Any, more: Any, num: int, num_more: int, place: str = "") -> dict[str, int]:
+def rows_by_place(one: Any, more: Any, num: int, num_more: int, place: str = "") -> dict[str, int]:
     """Compares arguments for some samples and for more; returns rows for each sample, by place; 0 if shared.
 
     Raises InseparableError if something has samples otherwise than in rows.
@@ -489,7 +489,7 @@ def growing(one: Any, more: Any, num: int, num_more: int, place: str = "") -> di
 def _together(place: str, inside: list[Any], num: int, num_more: int) -> dict[str, int]:
     rows = {place: 0} if place else {}
     for few, more, inner_place in inside:
-        rows |= growing(few, more, num, num_more, inner_place)
+        rows |= rows_by_place(few, more, num, num_more, inner_place)
     return rows
 
 
@@ -497,7 +497,7 @@ def inner_of(places: Mapping[str, int], name: str, inputs: int, arguments: Any) 
     """Returns `inner` of all arguments of a call of the denoiser, given that of its latents.
 
     Args:
-        places: Rows for each sample, from `growing`.
+        places: Rows for each sample, from `rows_by_place`.
         name: Of the argument with the latents.
         inputs: `inner` of these.
         arguments: Of that call.

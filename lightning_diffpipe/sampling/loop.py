@@ -584,7 +584,7 @@ class PipelineLoop(Loop):
         answer, self._answer = self._answer, None
         return answer
 
-    # --- what its owner does ------------------------------------------------------------------------
+    # --- called by its owner ------------------------------------------------------------------------
 
     def predict(
         self, latents: Tensor | None = None, again: bool = False, complete: Complete | None = None
@@ -632,7 +632,7 @@ class PipelineLoop(Loop):
             self._go_on(event.answer)
             return None
         if not self._by_calls:
-            return self._computed(event)
+            return self._computed(event)  # half of the batch; `guided` answers with both halves
         number = len(self._asked) - 1
         if number == self._branch:
             event.answer = Prediction((self._computed(event)[0],))
@@ -741,7 +741,7 @@ class PipelineLoop(Loop):
         return self._result
 
     def close(self) -> None:
-        """Ends it where it is, and lets go of what it holds."""
+        """Ends the loop where it is paused, and frees its tensors."""
         self._coroutine.cancel()
         self._event = self._stepped = None
         self._asked.clear()
@@ -762,19 +762,19 @@ class PipelineLoop(Loop):
             self._go_on(self._event.answer(self._embedded(latents)))
 
     def _count(self, step: Step) -> None:
-        """Lets this loop's own scheduler go along with a step that another has taken."""
+        """Takes a step of another rank with this loop's scheduler, so that its counters and noise agree."""
         if self.draws:
             step.draw(from_default=self.is_stepped_elsewhere)
         else:
             step.count()
 
     def _unknown(self, event: _Denoise) -> Prediction:
-        """Returns a prediction that is not known."""
+        """Returns a prediction of NaN, in place of one that another rank computes."""
         zeros = predicted_zeros(self._pipeline.parts[event.name], event.arguments)
         return Prediction(torch.full_like(x, _NAN) for x in zeros)
 
     def _run_to_step(self) -> None:
-        """Leaves predictions that this rank has no need of."""
+        """Runs to the next step of the scheduler; predictions before it, which this rank does not need, are NaN."""
         while isinstance(self._event, _Denoise):
             self._go_on(self._unknown(self._event))
 

@@ -27,7 +27,7 @@ _ADAPTER = "file"
 
 
 def refuse_adapted(names: Collection[str], origin: str) -> None:
-    """Raises CheckpointError for weights of a part with adapters where nothing says how to make these."""
+    """Raises CheckpointError for weights of a part with adapters whose settings are not stored."""
     if adapters := [name for name in names if ".base_layer." in name or ".lora_" in name]:
         raise CheckpointError(
             f"{origin} has weights of adapters ({adapters[0]}, and {len(adapters) - 1} more), but not their "
@@ -37,7 +37,7 @@ def refuse_adapted(names: Collection[str], origin: str) -> None:
 
 
 def lora_files(path: Path, parts: Mapping[str, Any]) -> dict[Path, dict[str, Any]]:
-    """Returns the files that hold adapters of parts, by names, each with its own parts; of no parts none.
+    """Returns the files with adapters of parts, each with the parts it is for, by name; none without parts.
 
     diffusers loads a file into one of two denoisers, the second by an argument of its own (Wan's
     `load_into_transformer_2`), and by the name of the first.
@@ -251,7 +251,7 @@ def read_loras(
 
 
 def refuse_scales(given: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError for a scale that pipelines hand to layers of LoRAs: weights have none."""
+    """Raises ConfigurationError for a scale that pipelines pass to layers of LoRAs: weights have none."""
     for name, value in given.items():
         scale = value.get("scale", 1) if isinstance(value, Mapping) else 1
         if name.endswith("attention_kwargs") and scale != 1:
@@ -312,7 +312,7 @@ def add_to_part(part: nn.Module, name: str, loras: Collection[StoredLora]) -> No
 
 
 def add_to_others(parts: Mapping[str, Any], denoiser: str, loras: Collection[StoredLora]) -> None:
-    """Adds to the weights of all parts that are here but the denoiser, as `add_to_part`."""
+    """Adds to the weights of all given parts but the denoiser, as `add_to_part`."""
     adapted_parts = set().union(*(lora.parts() for lora in loras)) - {denoiser}
     for name in sorted(adapted_parts & parts.keys()):
         add_to_part(parts[name], name, loras)

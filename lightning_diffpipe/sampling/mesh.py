@@ -45,7 +45,7 @@ class SamplingMesh:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks it needs."""
+        """Number of ranks."""
         return math.prod(asdict(self).values())
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class SamplingMesh:
         return " x ".join(shown) or "one rank"
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Returns where a rank is on each axis."""
+        """Returns the position of a rank on each axis."""
         coordinates = {}
         for name, size in reversed(asdict(self).items()):
             rank, coordinates[name] = divmod(rank, size)
@@ -162,7 +162,7 @@ class MeshLinks:
         return first, second
 
     def share_of(self, num_samples: int) -> list[tuple[int, int]]:
-        """Divides samples over the data axis, as (start, stop): as even as can be, the first never none."""
+        """Returns this rank's samples, (start, stop), divided as evenly as can be; the first rank has some."""
         edges = [-(-num_samples * i // self.mesh.data) for i in range(self.mesh.data + 1)]
         return list(itertools.pairwise(edges))
 
@@ -176,6 +176,6 @@ class MeshLinks:
             links.disconnect()
 
     def abandon(self) -> None:
-        """Destroys them at once, with messages under way, so that no rank waits for this one."""
+        """Destroys the groups at once, with messages under way, so that no rank waits for this one."""
         for links in self._all:
             links.abandon()

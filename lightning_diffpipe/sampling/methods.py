@@ -119,7 +119,7 @@ class MethodOptions:
 
     @property
     def synchronous_steps(self) -> int | str:
-        """The sampler warm-up that is asked for, or else the one that suits the method."""
+        """The requested sampler warm-up, or else the one that suits the method."""
         if self.warmup_steps is None:
             return _WARMUP_STEPS.get(self.method, 1)
         return self.warmup_steps
@@ -133,7 +133,7 @@ def options_taken(method: str) -> set[str]:
 
 
 def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
-    """Decides about the mesh, and refuses what cannot work whatever the model is, so before one is loaded.
+    """Chooses the mesh, and refuses options that cannot work with any model, before one is loaded.
 
     Returns:
         The options with a mesh; with `method="auto"`, which is decided with the first request, as they are.
@@ -166,7 +166,7 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
 
 
 def _refuse_hooks(options: MethodOptions) -> None:
-    """Raises ConfigurationError for compiled blocks, or a step cache, that the method has no place for."""
+    """Raises ConfigurationError for compiled blocks, or a step cache, with which the method cannot work."""
     if options.compile and _SAMPLERS.get(options.method, DistriFusion) is DistriFusion:
         raise ConfigurationError(
             f"compile=blocks: with method={options.method} ranks answer convolutions, norms and attention inside "
@@ -235,7 +235,7 @@ def make_sampler(
 
 
 class Chooser:
-    """Chooses how to run requests by the rule, on rank 0; others only hear of it.
+    """Chooses method and mesh of requests by the rule, on rank 0, which sends the choice to others.
 
     Args:
         model: The denoiser, perhaps a skeleton.
@@ -310,7 +310,7 @@ class Chooser:
         return replace(options, warmup_steps=options.synchronous_steps)
 
     def refuse(self, options: MethodOptions, error: DiffPipeError) -> None:
-        """Leaves out a method that the model cannot be sampled with, or else that choice."""
+        """Notes a method with which the model cannot be sampled, or else this choice, not to be tried again."""
         # Functions after it hold a worker and latents.
         self._refused.append((options, error.with_traceback(None)))
 
@@ -493,7 +493,7 @@ class Worker:
         return sampler, request
 
     def _load(self, sampler: Any, request: Request) -> dict[str, Any]:
-        """Reads what a request needs and no earlier one has read; returns what was decided for the sampler."""
+        """Reads weights that no earlier request has needed; returns further arguments of the sampler."""
         if self._weights is None:
             return {}
         absent = {name for name, p in self._model.named_parameters() if is_placeholder(p)}

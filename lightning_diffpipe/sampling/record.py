@@ -51,7 +51,7 @@ class Record:
     num_decoded: int | None = None
 
     def on(self, device: torch.device | str) -> Record:
-        """Returns the same with tensors on a device."""
+        """Returns the record with its tensors on a device."""
         answers, attributes = moved((self.answers, self.attributes), device)
         return replace(self, answers=answers, attributes=attributes, asked_last=set())
 
@@ -148,7 +148,7 @@ class Recorder(_Asked):
 
 
 class Replayed(_Asked):
-    """Stands for a part whose answers are known."""
+    """Stands for a part, and gives its recorded answers."""
 
     def __init__(
         self, path: str, record: Record, real: Any, device: torch.device, turns: Counter[str]
@@ -293,7 +293,7 @@ class Controls:
         return denoise
 
     def forgotten_after(self, on_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Starts over with each step of the scheduler."""
+        """Returns a function that calls `on_step` with the calls of controls in this step forgotten."""
 
         def step(*given: Any) -> Any:
             for name, _, leaves in self._asked:

@@ -79,7 +79,7 @@ def rehearse_sharing(links: Links, request: Request, layout: Layout, predict: Pr
     where, remedy = f"with tokens shared by {links.num_ranks} ranks", "sample it with method=single"
     with failing(where, remedy):
         shared = predict(_showing(request, 1))
-    error = error_beside(
+    error = error_against(
         links,
         lambda: OneProcess().sample(_showing(request, 1)),
         shared,
@@ -96,7 +96,7 @@ def refuse_if_other(
     remedy: str,
     cause: Callable[[], str] = lambda: "",
 ) -> None:
-    """Raises LayoutError, on all ranks, where a model computes something else in parts than on the whole."""
+    """Raises LayoutError, on all ranks, where the results of a model in parts and as a whole differ."""
     if not error <= tolerance:
         raise LayoutError(
             f"{where} this model computes something else than on {whole}: relative error {error:.1e}, allowed "
@@ -125,7 +125,7 @@ def _refuse_if_other(
 
 
 def _showing(request: Request, num_steps: int) -> Request:
-    """Returns a request whose result is the prediction for the first model input, shown that many times."""
+    """Returns a request whose result is the prediction for the first model input, which each step repeats."""
     t = request.timesteps[:1]
     return replace(
         request,
@@ -191,7 +191,7 @@ def relative_error(parts: Any, whole: Any) -> float:
     return max(errors)
 
 
-def error_beside(links: Links, plain: Callable[[], Any], parts: Any, warning: str) -> float:
+def error_against(links: Links, plain: Callable[[], Any], parts: Any, warning: str) -> float:
     """Returns the relative error of results against a plain call of rank 0; collective.
 
     Returns:
@@ -221,7 +221,7 @@ REMEDY_OF_PATCHES = "sample it in one process or with num_patches=1"
 
 @contextlib.contextmanager
 def needing_memory(where: str, remedy: str) -> Iterator[None]:
-    """Turns running out of memory, no fault of the model, into a ConfigurationError that ranks share."""
+    """Turns a lack of memory, which the model is not refused for, into a ConfigurationError on all ranks."""
     try:
         yield
     except RuntimeError as error:
@@ -261,7 +261,7 @@ def failing(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error says that memory did not suffice; only torch's own allocator has a class for it."""
+    """Returns whether an error is for lack of memory; only torch's own allocator has a class for it."""
     signs = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
     return isinstance(error, RuntimeError) and (
         isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
@@ -269,7 +269,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def forget_variables(error: BaseException | None) -> None:
-    """Lets go of what functions after an error hold: activations, and receives, which keep connections open."""
+    """Clears variables of functions that an error ended: activations, and receives, which keep connections open."""
     clear_variables(error)
     gc.collect()
 

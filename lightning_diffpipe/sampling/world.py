@@ -107,12 +107,12 @@ class World:
         return value
 
     def leave(self, error: BaseException) -> None:
-        """Tells other ranks that this rank ends because of an error elsewhere: it was not lost first."""
+        """Publishes the error by which this rank ends, so that others do not count it as lost first."""
         if self.num_ranks > 1:
             watcher.fail(error)
 
     def _errors(self, error: Exception | None, give_up: Callable[[], None]) -> list[Any]:
-        """Waits for all ranks; returns their errors."""
+        """Waits for all ranks; returns their errors, none if all have succeeded."""
         flags = [torch.zeros(1, dtype=torch.uint8) for _ in range(self.num_ranks)]
         has_given_up = False
 

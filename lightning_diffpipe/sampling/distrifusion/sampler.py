@@ -52,7 +52,7 @@ from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
 from lightning_diffpipe.sampling.loop import restored, snapshot
 from lightning_diffpipe.sampling.rehearsal import (
-    error_beside,
+    error_against,
     failing,
     needing_memory,
     refuse_if_other,
@@ -267,7 +267,7 @@ class DistriFusionRun(Run):
         with failing(f"on a band of {bands.size} of {bands.num_rows} rows", _REMEDY, cause):
             result = self._new_call(analysis).run(whole, StepKind(0, synchronous=True))
         warning = "all rows of the latents do not fit into memory at once; bands are not compared with them"
-        error = error_beside(self._links, plain, result, warning)
+        error = error_against(self._links, plain, result, warning)
         tolerance = tolerance_of(whole.interception.root, whole.latents, convolves_parts=True)
         where = f"on bands of {', '.join(map(str, bands.rows))} rows"
         refuse_if_other(error, tolerance, where, "the whole", _REMEDY)
