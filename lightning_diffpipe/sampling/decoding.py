@@ -110,7 +110,7 @@ def divide(
     groups, costs = list[int](), Counter[int]()
     seen: dict[
         int, tuple[Any, int]
-    ] = {}  # objects by id, kept so that no other one gets it, with groups
+    ] = {}  # objects with groups, by id; kept, so that ids stay theirs
 
     def answer(arguments: dict[str, Any]) -> Any:
         if not looked:

@@ -110,16 +110,13 @@ class PipelineCall:
         record: Record | None = None,
         is_looping: Callable[[], bool] = lambda: True,
     ) -> Any:
-        """Runs the call.
+        """Runs the call, and returns the pipeline's result.
 
         Args:
             on_denoise: (denoiser, arguments by name) -> its return value.
             on_step: (step of the scheduler) -> its return value.
             record: Record into this, instead of answering from the one that is there.
             is_looping: Whether the loop has started, for the record.
-
-        Returns:
-            The return value of the pipeline.
         """
         shell = copy.copy(self.pipeline)
         attributes = vars(shell)
