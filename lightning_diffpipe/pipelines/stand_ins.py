@@ -585,8 +585,7 @@ class Place:
         column: Index along the last axis of the tensor; None if it has this number only, maybe for each token.
         factor: The denoiser is given `factor * number + offset`.
         offset: See `factor`.
-        fixed: Another number that some tokens are given, which is not replaced: 0 for those of a first frame
-            without noise; None if there are none.
+        fixed: Number of some tokens that is not replaced: 0 for a first frame without noise; None if there is none.
     """
 
     path: pytree.KeyPath

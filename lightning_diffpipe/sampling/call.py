@@ -141,11 +141,10 @@ class Call:
         by_place: Attention may treat rows by their place in the batch, which is not cut into branches then.
         rows: Rows of the latents that this rank computes; None means all.
         mine: Samples that this rank computes; None means all.
-        divided: Place of the two branches of guidance before they were divided over two halves of the ranks: in one
-            `"batch"`, or in two `"calls"`; None if each rank computes both.
+        divided: Place where ranks divide branches of guidance: in the `"batch"`, or by `"calls"`; None for neither.
         index: Index of the branch that this rank computes.
         random_states: Of the default generators of the rank that made the call, that of the host first. Noise is
-            drawn from these where the pipeline hands its scheduler no generator, on all ranks alike.
+            sampled by these where the pipeline passes its scheduler no generator, on all ranks alike.
         loop: Loop of this rank, once it has started.
         stepped: Schedulers of patches of the request that began last, once they have stepped.
         samples_in: Rows of each sample, where they were observed (`observe_samples`).
