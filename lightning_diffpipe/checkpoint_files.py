@@ -30,7 +30,7 @@ from lightning_diffpipe.errors import CheckpointError, MissingCheckpointError
 from lightning_diffpipe.files import check_writable, remove_abandoned, replacing
 
 _ENDING = ModelCheckpoint.FILE_EXTENSION
-# What training goes on from, besides the weights.
+# Entries from which training continues, in addition to the weights.
 _STATES = ("optimizer_states", "lr_schedulers", "loops")
 
 
@@ -72,7 +72,7 @@ def newest(
     over, and would lose the rest of it.
 
     Args:
-        files: Candidates; links count as what they point to.
+        files: Candidates; links are followed.
         to_train: Training shall go on, so files of weights alone do not count.
         weights_only: Argument of `torch.load`.
 
@@ -80,8 +80,8 @@ def newest(
         CheckpointError: There are files, and none of them can be read; says why of the newest.
     """
     newest_readable, unreadable = None, None
-    there = {path.resolve() for path in files if path.is_file() or is_sharded(path)}
-    for path in sorted(there, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True):
+    paths = {path.resolve() for path in files if path.is_file() or is_sharded(path)}
+    for path in sorted(paths, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True):
         try:
             step = look_at(path, to_train, weights_only).get("global_step", 0)
         except CheckpointError as error:
@@ -104,7 +104,7 @@ def look_at(
 
     Args:
         path: The file.
-        to_train: Whether it must have all that training goes on from.
+        to_train: Whether the file must have everything that training continues from.
         weights_only: Argument of `torch.load`.
 
     Returns:
@@ -148,10 +148,10 @@ def require_file(path: str | Path) -> None:
         )
     if not _is_local_file_protocol(path):
         try:
-            there = get_filesystem(str(path)).exists(str(path))
+            exists = get_filesystem(str(path)).exists(str(path))
         except Exception as error:  # of any package that knows the protocol
             raise CheckpointError(f"cannot look for the checkpoint {path}: {error}") from error
-        if not there:
+        if not exists:
             raise MissingCheckpointError(f"there is no checkpoint {path}")
         return
     file = local(path)
@@ -165,7 +165,7 @@ def require_file(path: str | Path) -> None:
 
 
 def unreadable(path: str | Path, error: Exception) -> CheckpointError:
-    """Returns what to say of a file that torch does not read."""
+    """Returns the message for a file that torch does not read."""
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     if local(path).is_file() and not zipfile.is_zipfile(local(path)):  # torch speaks of mmap
         reason = "it is no whole archive of tensors as torch.save writes it"
@@ -176,7 +176,7 @@ def unreadable(path: str | Path, error: Exception) -> CheckpointError:
 
 
 def types_of_hydra_configs() -> list[Any]:
-    """Returns what parts of a Hydra config consist of in a checkpoint: plain values, read without trusting it.
+    """Returns the types of which a Hydra config consists in a checkpoint: plain values, read without trusting it.
 
     A module that has one among its hyperparameters has imported omegaconf; nothing here needs it.
     """

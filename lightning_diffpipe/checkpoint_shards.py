@@ -58,8 +58,8 @@ def write_shards(
     """Writes a checkpoint in shards; a collective call of several ranks.
 
     Args:
-        checkpoint: Rank 0's, and of other ranks what is `Divided` in it.
-        path: The folder; what is there is replaced.
+        checkpoint: Rank 0's, and of other ranks the values that are `Divided`.
+        path: The folder; an existing one is replaced.
         mesh: This rank's groups.
         asynchronously: Return when this rank's part is copied to the host, and let a thread write the copy. Nothing
             else may be written until that is done, as the threads of all ranks share one group.
@@ -162,16 +162,16 @@ def read_shards(
 def read_tensors(
     path: str | Path, value: Any, wanted: Callable[[str], bool] = lambda name: True
 ) -> Any:
-    """Returns a part of what `read_shards` gave with those tensors, too, whose names it has left in it."""
+    """Returns a part of the value of `read_shards` with the tensors in place of the names that it has left."""
     names = {name: _stored_name(name) for name in _referenced(value) if wanted(name)}
     reader = dcp.FileSystemReader(path)
-    known = reader.read_metadata().state_dict_metadata
-    if missing := set(names.values()) - known.keys():
+    metadata = reader.read_metadata().state_dict_metadata
+    if missing := set(names.values()) - metadata.keys():
         raise CheckpointError(
             f"{path} lacks {len(missing)} of its tensors, e.g. {min(missing)}; take another checkpoint"
         )
     tensors = {
-        n: torch.empty(known[n].size, dtype=known[n].properties.dtype) for n in names.values()
+        n: torch.empty(metadata[n].size, dtype=metadata[n].properties.dtype) for n in names.values()
     }
     with warnings.catch_warnings(action="ignore"):  # that one process reads
         dcp.load(tensors, storage_reader=reader, no_dist=True)
@@ -188,9 +188,9 @@ def consolidated(checkpoint: dict[str, Any]) -> dict[str, Any]:
     tensors = checkpoint.pop(_TENSORS, None)
     if tensors is None:
         return checkpoint
-    known = {name: tensors.get(name) for name in _referenced(checkpoint)}
+    referenced = {name: tensors.get(name) for name in _referenced(checkpoint)}
     weights = checkpoint["state_dict"]
-    restored: dict[str, Any] = _restored(checkpoint, known)
+    restored: dict[str, Any] = _restored(checkpoint, referenced)
     return restored | {"state_dict": weights}
 
 
@@ -216,7 +216,7 @@ def _put(folder: Path, path: Path) -> None:
 
 
 def _outline(value: Any, where: tuple[Any, ...], tensors: dict[str, dict[str, Tensor]]) -> Any:
-    """Returns a value with names in the places of its tensors, which are added to those given.
+    """Returns a value with names in place of its tensors, which are added to the given ones.
 
     Tensors of a class of its own stay, on the host.
     """
@@ -247,8 +247,8 @@ def _referenced(value: Any) -> list[str]:
 
 def _restored(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Returns a value with the tensors that its names stand for, as far as they are given."""
-    known = {_REFERENCE + name: tensor for name, tensor in tensors.items()}
-    return pytree.tree_map_only(str, lambda text: known.get(text, text), value)
+    by_reference = {_REFERENCE + name: tensor for name, tensor in tensors.items()}
+    return pytree.tree_map_only(str, lambda text: by_reference.get(text, text), value)
 
 
 if __name__ == "__main__":

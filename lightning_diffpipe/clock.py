@@ -11,14 +11,14 @@ import torch
 
 
 class Clock:
-    """Measures what time passes between two points of a program; of work that is done when its call returns."""
+    """Measures the seconds between two points of a program, for work that is done when its call returns."""
 
     def stamp(self) -> Any:
         """Marks this point."""
         return time.perf_counter()
 
     def settle(self) -> None:
-        """Waits until everything asked for so far, in whatever stream, has happened."""
+        """Waits until all work so far, in any stream, is done."""
 
     def wait_for(self, stamp: Any) -> None:
         """Waits until a stamp is past; for nothing after it, nor in other streams, as messages are."""

@@ -40,7 +40,7 @@ class _Worker:
 
     @classmethod
     def submit(cls, work: Callable[[], None]) -> None:
-        """Runs something in an idle thread, or in a new one if none is idle."""
+        """Runs a function in an idle thread, or in a new one if none is idle."""
         with cls._lock:
             worker = cls._idle.pop() if cls._idle else None
         (worker or cls())._work.put(work)
@@ -62,14 +62,14 @@ _resumed: dict[int, Coroutine] = {}
 
 
 def thread_at_work(thread: int) -> int:
-    """Returns the thread that does the work of one: that of a coroutine it has resumed, or itself."""
+    """Returns the thread that works for a thread: that of the coroutine it has resumed, or itself."""
     while (coroutine := _resumed.get(thread)) is not None and coroutine._thread:
         thread = coroutine._thread
     return thread
 
 
 class Coroutine:
-    """A function that goes on in pieces, without gradients.
+    """A function that can pause and be resumed, without gradients.
 
     Its owner waits for it without a limit, as for a call: where it hangs, the owner is busy (`comm/watcher.py`).
     `resume` and `cancel` belong to the owner's thread, `pause` to the function.
@@ -96,7 +96,7 @@ class Coroutine:
         self._back.acquire()
 
     def resume(self) -> None:
-        """Lets it run until it pauses or ends; raises what it raised."""
+        """Runs the function until it pauses or ends; raises its error."""
         if self.done:
             return
         if not self._is_started:
@@ -129,7 +129,7 @@ class Coroutine:
             raise _Cancelled
 
     def cancel(self) -> None:
-        """Unwinds it where it is paused and frees what it holds."""
+        """Ends the function where it is paused, and frees its variables."""
         if self.done:
             return
         self.is_cancelled = True

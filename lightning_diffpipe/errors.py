@@ -96,7 +96,7 @@ class SamplingError(DiffPipeError, ValueError):
 
 
 class DivergenceError(DiffPipeError):
-    """Training has left the finite numbers: its loss, gradients or weights are NaN or infinite."""
+    """The loss, gradients or weights of training are NaN or infinite."""
 
 
 class BoundaryError(DiffPipeError):
@@ -104,15 +104,15 @@ class BoundaryError(DiffPipeError):
 
 
 class PipelineTimeoutError(DiffPipeError, TimeoutError):
-    """A message did not arrive, or a rank did not come, in time."""
+    """A message or a rank did not arrive in time."""
 
 
 class LostRankError(PipelineTimeoutError):
-    """A rank was lost, or nobody knows why a collective broke.
+    """A rank was lost, or a collective broke for an unknown reason.
 
     Args:
-        message: Which rank, how, and in which phase.
-        by_signal: Whether it was stopped by SIGTERM.
+        message: Text with the number of the rank, the cause and the phase of the run.
+        by_signal: Whether the rank was stopped by SIGTERM.
     """
 
     def __init__(self, message: str, by_signal: bool = False) -> None:

@@ -32,7 +32,7 @@ def check_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
-    """Opens a file next to a path, to which it is moved at the end; after an error nothing is left of it.
+    """Opens a file next to a path, to which it is moved at the end; after an error it is removed.
 
     Args:
         path: Path of the file; a file or link at this path is replaced.
@@ -66,7 +66,7 @@ def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> 
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Removes what killed processes left half written; what somebody is still writing is younger than an hour."""
+    """Removes unfinished files of killed processes; those of running ones are less than an hour old."""
     for path in folder.glob(f".*{_UNFINISHED}"):
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime > _ABANDONED_S:
@@ -74,12 +74,12 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def unfinished_path(path: Path) -> Path:
-    """Returns a name in the folder of a path for what will be moved there; killed processes may leave it behind."""
+    """Returns a name in the folder of a path for a file to be moved there; killed processes may leave the file."""
     return path.with_name(f".{uuid.uuid4().hex}{_UNFINISHED}")  # no process: hosts share folders
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the disk has the names in a folder."""
+    """Waits until the names in a folder are on the disk."""
     with contextlib.suppress(OSError):  # not every file system syncs folders
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -36,7 +36,7 @@ def peak_resident_bytes() -> float | None:
 
 
 def available_bytes() -> float:
-    """Returns what may still be taken of the host's memory; infinity where the system does not tell."""
+    """Returns the available memory of the host, in bytes; infinity where the system does not tell."""
     free = math.inf
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()

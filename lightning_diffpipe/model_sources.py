@@ -129,12 +129,12 @@ def open_source(
 def _refuse_folder_options(opening: Opening, path: str | Path) -> None:
     """Raises ConfigurationError for options of diffusers folders."""
     names = ("variant", "pipeline_class", "ip_adapters", "quantization")
-    given = [*opening.parts, *(f"vae_{each}" for each in opening.vae)]
-    given += [name for name in names if getattr(opening, name)]
-    if given:
-        value = repr(opening.variant) if given[0] == "variant" else "..."
+    unfit = [*opening.parts, *(f"vae_{each}" for each in opening.vae)]
+    unfit += [name for name in names if getattr(opening, name)]
+    if unfit:
+        value = repr(opening.variant) if unfit[0] == "variant" else "..."
         raise ConfigurationError(
-            f"{given[0]}={value} is of diffusers folders; {path} was written by this project, with all its parts "
+            f"{unfit[0]}={value} is of diffusers folders; {path} was written by this project, with all its parts "
             "and in one variant: leave it out"
         )
 
@@ -186,7 +186,7 @@ def source_of_module(module: LatentDiffusion | CascadedDiffusion) -> ModuleSourc
 
 
 def _snapshot(hub_id: str) -> Path | None:
-    """Returns the folder of what has been fetched of a hub id; None if that is nothing, or no hub id."""
+    """Returns the folder of the fetched files of a hub id; None if there are none, or if it is no hub id."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -268,16 +268,16 @@ def refuse_method(source: Source, method: str) -> None:
 
 def refuse_ignored_size(source: Source, settings: Settings) -> None:
     """Raises ConfigurationError for a height or width alone, if the pipeline then takes its own size."""
-    given = settings.given()
-    sides = [name for name in ("height", "width") if name in given]
+    arguments = settings.given()
+    sides = [name for name in ("height", "width") if name in arguments]
     if len(sides) != 1 or not isinstance(source, DiffusersFolder):
         return
     [side] = sides
-    (pipeline, asked), (_, default) = (_checked(source, settings, n) for n in ((), sides))
-    if asked and default and asked.get(side) == default.get(side) != given[side]:
+    (pipeline, checked), (_, default) = (_checked(source, settings, n) for n in ((), sides))
+    if checked and default and checked.get(side) == default.get(side) != arguments[side]:
         other = "width" if side == "height" else "height"
         raise ConfigurationError(
-            f"{type(pipeline).__name__} would ignore {side}={given[side]} without a {other}, and draw "
+            f"{type(pipeline).__name__} would ignore {side}={arguments[side]} without a {other}, and draw "
             f"{default['height']} x {default['width']} pixels; give both"
         )
 
@@ -285,7 +285,7 @@ def refuse_ignored_size(source: Source, settings: Settings) -> None:
 def _checked(
     source: DiffusersFolder, settings: Settings, without: Collection[str] = ()
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns an outline of a pipeline, and what it checks of a request: nothing if it needs its text encoders."""
+    """Returns an outline of a pipeline, and the arguments that it checks: none if it needs its text encoders."""
     try:
         pipeline = source.outline()
     except ConfigurationError:
@@ -293,8 +293,8 @@ def _checked(
     except Exception:  # some cannot be made without
         return None, {}
     arguments = call_arguments(pipeline, settings)
-    given = {name: value for name, value in arguments.items() if name not in without}
-    return pipeline, checked_arguments(pipeline, given) or {}
+    remaining = {name: value for name, value in arguments.items() if name not in without}
+    return pipeline, checked_arguments(pipeline, remaining) or {}
 
 
 def _checked_rows(source: DiffusersFolder, settings: Settings) -> int | None:
@@ -340,10 +340,10 @@ class ModuleSource:
             ConfigurationError: It takes no such size or option.
         """
         others = ("self", "prompts", "generator", "small")
-        known = [n for n in inspect.signature(self.cls.sample).parameters if n not in others]
-        if unknown := sorted(settings.given().keys() - known):
+        parameters = [n for n in inspect.signature(self.cls.sample).parameters if n not in others]
+        if unknown := sorted(settings.given().keys() - parameters):
             raise ConfigurationError(
-                f"{self.cls.__name__} takes no {unknown[0]!r}; it takes {', '.join(known)} and seed"
+                f"{self.cls.__name__} takes no {unknown[0]!r}; it takes {', '.join(parameters)} and seed"
             )
         if settings.prompts is None:
             raise ConfigurationError(f"{self.cls.__name__} draws from prompts; give a list of them")
@@ -376,7 +376,7 @@ class ModuleSource:
         return self._parts[name]
 
     def identity(self, name: str) -> Identity:
-        """Returns what ranks compare of that denoiser."""
+        """Returns the identity of that denoiser, which ranks compare."""
         if self.open_part is not None:
             return Identity.of({}, *self.open_part(name))
         return Identity.of({}, self.part(name), None)
@@ -418,7 +418,7 @@ def _stored_module(
     device: torch.device,
     opening: Opening,
 ) -> ModuleSource:
-    """Opens a module in a folder or a checkpoint; `read` makes the whole of it, given its denoiser."""
+    """Opens a module in a folder or a checkpoint; `read` makes the whole module, given its denoiser."""
     added = read_loras(opening.loras or {}, LORA_LOADER, parts)
     _refuse_controlnet(parts, origin)
     names = [name for name in _DENOISERS if name in parts]

@@ -83,9 +83,9 @@ class Predictor:
 
     Args:
         source: The model.
-        options: How ranks share the work.
+        options: Method, mesh and further settings of sampling.
         world: All ranks, from `join_world`.
-        device: Where this rank computes.
+        device: Device of this rank.
         timeout_s: Longest wait for a message, in seconds.
 
     Example:
@@ -113,7 +113,7 @@ class Predictor:
         self._chooser: Chooser | None = None
         self._on_step: OnStep | None = None
         self._functions: dict[str, Any] = {}  # among the pipeline's arguments; they do not travel
-        self._compared: set[str] = set()  # parts besides the denoiser that all ranks have alike
+        self._compared: set[str] = set()  # parts, the denoiser aside, that were equal on all ranks
         self._looked: dict[str, dict[str, Any]] = {}  # what is known of decoders
         self._is_closed = False
         self._broken_by: str | None = None  # the error in the middle of an earlier request
@@ -150,7 +150,7 @@ class Predictor:
             num_patches: Patches of PipeFusion, refused with other methods; None takes as many as stages.
             warmup_steps: Sampler warm-up: synchronous steps at the start, `"auto"` until latents hardly change, or
                 None for what suits the method, which for DistriFusion is better than the default.
-            device: Where to compute; None takes this rank's GPU, or the CPU.
+            device: Device to compute on; None takes this rank's GPU, or the CPU.
             dtype: Of all weights; None for that in which the denoiser is stored.
             variant: Of the files of a diffusers folder, such as `"fp16"` for `*.fp16.safetensors`.
             timeout_s: Longest wait for a message, or for the next denoising step of a rank, in seconds.
@@ -164,10 +164,10 @@ class Predictor:
             vae_slicing: Decode image by image.
             pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, or a class of your own, in
                 place of the folder's.
-            ip_adapters: Scale of each IP-Adapter's file, or what else `set_ip_adapter_scale` takes. The image
+            ip_adapters: Scale of each IP-Adapter's file, or another value for `set_ip_adapter_scale`. The image
                 encoder is the pipeline's, the folder `image_encoder` next to a file, or given as `image_encoder=`.
             base: Folder or hub id of the model below the adapters of a checkpoint; None for that which it names.
-            quantization: How each rank quantizes the linear layers that it reads of a diffusers folder: `"nf4"`,
+            quantization: Format to which each rank quantizes linear layers of a diffusers folder: `"nf4"`,
                 `"int8"`, `"float8"`, or more; of all components but autoencoders, or by their names, such as
                 `{"transformer": "nf4"}`. See `quantization_named`.
             further: The mesh, `compile`, `attention`, `cache`, `decoding` and options of the method, see
@@ -184,9 +184,9 @@ class Predictor:
             for n, v in further.items()
             if (_OPTIONAL_PART.fullmatch(n) if v is None else hasattr(v, "save_pretrained"))
         }
-        given = {n: v for n, v in further.items() if n not in parts}
-        given |= {"num_patches": num_patches, "warmup_steps": warmup_steps}
-        options = _options_of(method, given)
+        settings = {n: v for n, v in further.items() if n not in parts}
+        settings |= {"num_patches": num_patches, "warmup_steps": warmup_steps}
+        options = _options_of(method, settings)
         _limit_waits(timeout_s, busy_timeout_s)
         with raised_by_all():
             dtype = dtype_named("dtype", dtype)
@@ -249,7 +249,7 @@ class Predictor:
         on_step: OnStep | None = None,
         **options: Any,
     ) -> list[Any] | None:
-        """Draws images.
+        """Samples images.
 
         Args:
             prompts: One image each; class numbers for class-conditional models.
@@ -274,7 +274,7 @@ class Predictor:
         """
         if self._is_closed:
             raise DiffPipeError("this predictor is closed; make another one")
-        self._connect_anew()
+        self._reconnect()
         compare, guard = self._compare_part, self._ending_together
         self._decoding = Decoding(
             self._world, self.source.part, compare, guard, self.device, self._looked
@@ -299,7 +299,7 @@ class Predictor:
         return images
 
     def close(self) -> None:
-        """Ends the process groups of this predictor, which draws no more; collective."""
+        """Ends the process groups of this predictor, which samples no more; collective."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -341,9 +341,9 @@ class Predictor:
             images: list[Any] = self.source.draw(settings, sample)
             if self.report is not None and (done := self._decoding.num_calls):
                 sent = self.report.bytes_sent | {"images": self._decoding.num_bytes}
-                held = self._decoding.weight_bytes
+                decoder_bytes = self._decoding.weight_bytes
                 self.report = replace(
-                    self.report, bytes_sent=sent, decoder_calls=done, decoder_bytes=held
+                    self.report, bytes_sent=sent, decoder_calls=done, decoder_bytes=decoder_bytes
                 )
             return images
         except Exception as error:
@@ -403,14 +403,14 @@ class Predictor:
         return latents
 
     def _compare_part(self, name: str) -> None:
-        """Raises ConfigurationError, on all ranks, if one has another part of that name, which all read whole."""
+        """Raises ConfigurationError, on all ranks, if a part that all read whole differs on one of them."""
         if name not in self._compared:
             look = partial(self.source.identity, name)
             refuse_other_models(self._world, self._world.agree("comparing weights", look))
             self._compared.add(name)
 
     def _sampled(self, packed: Call) -> tuple[Worker, Tensor]:
-        """Returns final latents, by the method that is asked for, or the first one chosen that is not refused."""
+        """Returns final latents, by the requested method, or the first choice of `"auto"` that is not refused."""
 
         def on_step(index: int) -> None:
             watcher.step()
@@ -474,7 +474,7 @@ class Predictor:
             raise
 
     def _break_off(self, error: BaseException) -> None:
-        """Ends the messages of a request, of which each rank has sent and received others by now."""
+        """Ends the messages of a request after an error, when ranks are at different points of it."""
         if self._world.num_ranks == 1:
             return
         if not getattr(error, "is_of_all_ranks", False):
@@ -485,7 +485,7 @@ class Predictor:
             if worker is not None:
                 worker.place.abandon()
 
-    def _connect_anew(self) -> None:
+    def _reconnect(self) -> None:
         """Joins all ranks again after an error in the middle of a request; collective."""
         if self._broken_by is None:
             return
@@ -522,9 +522,9 @@ class Predictor:
 @raised_by_all()
 def _options_of(method: str, given: Mapping[str, Any]) -> MethodOptions:
     """Separates options that all methods have from those of this one; refuses other settings that cannot be."""
-    known = {name: value for name, value in given.items() if name in _SHARED_OPTIONS}
-    further = {name: value for name, value in given.items() if name not in known}
-    return MethodOptions(method, **known, further=further)
+    shared = {name: value for name, value in given.items() if name in _SHARED_OPTIONS}
+    further = {name: value for name, value in given.items() if name not in shared}
+    return MethodOptions(method, **shared, further=further)
 
 
 @raised_by_all()
@@ -556,7 +556,7 @@ def _opened(
         arguments["parts"] = list(loading["parts"])
         if (cache := options.cache) is not None:  # which does not print all of its fields
             arguments["cache"] = [type(cache).__name__, vars(cache)]
-        # Files may lie elsewhere on each host; what is in them is among the weights.
+        # Paths may differ between hosts; the contents of the files are among the weights.
         arguments["ip_adapters"] = list((loading["ip_adapters"] or {}).values())
         arguments.pop("base")
         look = partial(Identity.of, arguments, source.denoiser, source.weights)
@@ -565,7 +565,7 @@ def _opened(
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    """Returns where to compute; among several processes the GPU of this one, which becomes the current one."""
+    """Returns the device to compute on; among several processes this one's GPU, which becomes the current one."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -580,9 +580,9 @@ def _device(device: torch.device | str | None) -> torch.device:
     if among_several:
         ask_for_queues()
     if where.index is None:
-        own = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
-        own %= torch.cuda.device_count()
-        where = torch.device("cuda", torch.cuda.current_device() or own)
+        gpu_index = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+        gpu_index %= torch.cuda.device_count()
+        where = torch.device("cuda", torch.cuda.current_device() or gpu_index)
         torch.cuda.set_device(where)
     elif among_several:  # exchanges over NCCL need it
         torch.cuda.set_device(where)

@@ -34,7 +34,7 @@ _BLOCK, _NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the weight of a layer is quantized.
+    """Format in which the weight of a layer is quantized.
 
     Attributes:
         quantize: Returns the quantized weight of a layer, `(out, in)`, on the device of the plain one: a wrapper
@@ -48,11 +48,11 @@ class Quantization:
 
 
 class QuantizedWeight(Tensor):
-    """A frozen weight of a linear layer, `(out, in)`: packed tensors, and what else says how to multiply by them.
+    """A frozen weight of a linear layer, `(out, in)`: packed tensors, and settings by which to multiply by them.
 
     Attributes:
-        tensors: What takes memory, by name.
-        settings: Further ones of a subclass.
+        tensors: Tensors that represent the weight, such as packed values and scales, by name.
+        settings: Further attributes of a subclass.
     """
 
     tensors: dict[str, Tensor]
@@ -68,16 +68,16 @@ class QuantizedWeight(Tensor):
     ) -> QuantizedWeight:
         """Wraps tensors, for a plain weight of this shape and type."""
         device = next(iter(tensors.values())).device
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made.tensors, made.settings = dict(tensors), dict(settings)
-        return made
+        wrapper = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        wrapper.tensors, wrapper.settings = dict(tensors), dict(settings)
+        return wrapper
 
     def dequantize(self) -> Tensor:
         """Returns a plain weight."""
         raise NotImplementedError
 
     def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns what a linear layer returns of `x`."""
+        """Returns the product of `x` and the weight, plus the bias."""
         return F.linear(x, self.dequantize().to(x.dtype), bias)
 
     @classmethod
@@ -97,10 +97,10 @@ class QuantizedWeight(Tensor):
         """
         weight, aten, options = args[0], torch.ops.aten, kwargs or {}
         if func in (aten.detach.default, aten.alias.default):
-            made = cls(weight.tensors, weight.settings, weight.shape, weight.dtype)
+            alias = cls(weight.tensors, weight.settings, weight.shape, weight.dtype)
             # `module.cpu()` makes another parameter of it, which is where it was.
-            keep_notes(weight, made)
-            return made
+            keep_notes(weight, alias)
+            return alias
         if func in (aten.clone.default, aten._to_copy.default):
             device, dtype = options.get("device"), options.get("dtype") or weight.dtype
             # A weight that is only to be dequantized to another type stays mapped from its file.
@@ -119,8 +119,8 @@ class QuantizedWeight(Tensor):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Tells which attributes take memory; see `torch.utils._python_dispatch`."""
-        # A compiler compares what is returned besides names.
+        """Returns the names of the tensors, and the other values; see `torch.utils._python_dispatch`."""
+        # A compiler compares the second value for equality.
         return list(self.tensors), (type(self), self.settings, self.shape, self.dtype)
 
     @staticmethod
@@ -131,12 +131,12 @@ class QuantizedWeight(Tensor):
 
     def __getattr__(self, name: str) -> Any:
         """Finds tensors, as `__tensor_flatten__` names them."""
-        if name in (known := self.__dict__.get("tensors", {})):
-            return known[name]
+        if name in (tensors := self.__dict__.get("tensors", {})):
+            return tensors[name]
         raise AttributeError(name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        """Says its shape and type."""
+        """Returns a text with the shape and type of the weight."""
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, {self.device})"
 
 
@@ -188,8 +188,8 @@ class Weight4Bit(QuantizedWeight):
 
         Args:
             packed: The weight.
-            state: What is stored besides, by the ends of the names.
-            compute_dtype: In which layers multiply.
+            state: Further stored tensors, such as scales, by the ends of their names.
+            compute_dtype: Type in which layers multiply.
         """
         from bitsandbytes.functional import QuantState
 
@@ -201,11 +201,11 @@ class Weight4Bit(QuantizedWeight):
     def _of_state(
         cls, packed: Tensor, state: Any, compute_dtype: torch.dtype | None = None
     ) -> Weight4Bit:
-        known = state.as_dict() | {"compute_dtype": compute_dtype}
+        stored = state.as_dict() | {"compute_dtype": compute_dtype}
         if state.nested:  # a number there, for which a device would be waited
-            known["nested_offset"] = state.offset
-        tensors = {name: each for name, each in known.items() if isinstance(each, Tensor)}
-        settings = {name: each for name, each in known.items() if name not in tensors}
+            stored["nested_offset"] = state.offset
+        tensors = {name: each for name, each in stored.items() if isinstance(each, Tensor)}
+        settings = {name: each for name, each in stored.items() if name not in tensors}
         return cls({"packed": packed, **tensors}, settings, state.shape, state.dtype)
 
     @property
@@ -239,7 +239,7 @@ class Weight4Bit(QuantizedWeight):
         return dequantize_4bit(self.packed, self._state).to(self.dtype)
 
     def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns what a linear layer returns of `x`."""
+        """Returns the product of `x` and the weight, plus the bias."""
         from bitsandbytes import matmul_4bit
 
         if x.dtype == torch.float64:  # for which there is no kernel
@@ -298,7 +298,7 @@ class TorchaoWeight(QuantizedWeight):
         return self.quantized.dequantize().to(self.dtype)
 
     def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns what a linear layer returns of `x`."""
+        """Returns the product of `x` and the weight, plus the bias."""
         return F.linear(x, self.quantized, bias)
 
 
@@ -308,15 +308,15 @@ def torchao_weight(name: str, tensors: Mapping[str, Tensor], header: str) -> Tor
     Args:
         name: Of the weight.
         tensors: By their stored names.
-        header: What the file says of it.
+        header: Entry of the weight in the header of the file.
 
     Raises:
         ValueError: torchao does not know such a weight.
     """
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
-    known = {name: header, "tensor_names": json.dumps([name])}
-    weight = unflatten_tensor_state_dict(dict(tensors), known)[0][name]
+    metadata = {name: header, "tensor_names": json.dumps([name])}
+    weight = unflatten_tensor_state_dict(dict(tensors), metadata)[0][name]
     return TorchaoWeight({"quantized": weight}, {}, weight.shape, weight.dtype)
 
 
@@ -370,7 +370,7 @@ _NAMED = {
 
 
 def quantization_named(setting: Any, runs: bool = True) -> Quantization:
-    """Returns how weights are quantized.
+    """Returns the quantization that a setting names.
 
     Args:
         setting: `"nf4"` (bitsandbytes, with scales that are quantized, too), `"int8"` or `"float8"` (torchao,
@@ -382,8 +382,8 @@ def quantization_named(setting: Any, runs: bool = True) -> Quantization:
         ConfigurationError: There is no such quantization, or its package is missing.
     """
     if not runs:
-        known = _quantization(setting, runs=False)
-        return replace(known, quantize=partial(WeightOnPaper.of, num_bytes=known.num_bytes))
+        real = _quantization(setting, runs=False)
+        return replace(real, quantize=partial(WeightOnPaper.of, num_bytes=real.num_bytes))
     return _quantization(setting, runs=True)
 
 
@@ -426,7 +426,7 @@ def _quantization(setting: Any, runs: bool) -> Quantization:
 def quantizations_of(
     setting: Any, names: Collection[str], runs: bool = True
 ) -> dict[str, Quantization]:
-    """Returns how components are quantized, by their names; before weights are read.
+    """Returns the quantization of each component, by name; before weights are read.
 
     Args:
         setting: As in `quantization_named`, for all components; such settings by names of components; or None.
@@ -454,7 +454,7 @@ def quantize_components(
     trains: bool = True,
     every: bool = False,
 ) -> None:
-    """Has weights of linear layers quantized when they are placed; none of autoencoders.
+    """Marks weights of linear layers to be quantized when they are placed; none of autoencoders.
 
     Those stay plain that a class keeps in float32 (`_keep_in_fp32_modules`), and those that other kinds of layers
     read, too, such as an embedding.
@@ -486,12 +486,12 @@ def quantize_components(
 
 def _linear_weights(part: nn.Module) -> list[nn.Parameter]:
     """Returns the weights of a component that may be quantized; see `quantize_components`."""
-    kept = set(getattr(part, "_keep_in_fp32_modules", None) or ())
+    in_float32 = set(getattr(part, "_keep_in_fp32_modules", None) or ())
     linear = [
         module
         for name, module in part.named_modules()
         if type(module) is nn.Linear
-        and not kept & set(name.split("."))
+        and not in_float32 & set(name.split("."))
         and not isinstance(module.weight, QuantizedWeight)  # stored so
     ]
     readers = Counter(id(p) for module in part.modules() for p in module._parameters.values())

@@ -4,7 +4,7 @@
     rank 1 | [E2] F0 B0 F1 B1 [E2 E3]             half) for samples of COMING batches
 
 While a rank waits for a message it runs frozen layers of the next two batches, which the data loader has
-already read. Their results wait until they are due. Nothing is approximated: frozen weights do not change
+already read. Their results wait until the step reads them. Nothing is approximated: frozen weights do not change
 and every batch has its own seeds, so losses and weights are those of a run without filling, bit for bit.
 
 Should frozen weights change all the same (a teacher that follows its student), or a buffer that feeds frozen layers
@@ -40,7 +40,7 @@ class BubbleFilling(L.Callback):
         deterministic: Keep the ranks' shares of the frozen work as planned rather than adapting them to
             measured times. Results are the same either way; only the course of a run is not. `None`
             follows `Trainer(deterministic=...)`.
-        lookahead_batches: Batches whose frozen layers may run before they are due. With one, a rank that has
+        lookahead_batches: Batches whose frozen layers may run ahead of their step. With one, a rank that has
             done its share of the next batch waits for the others in every step; with two (the default)
             on average only, for the memory of one more batch and its encodings.
 
@@ -99,21 +99,21 @@ class BubbleFilling(L.Callback):
         if not pipeline.fills:
             return
         loop, left = trainer.fit_loop.epoch_loop, 0
-        known = pipeline.engine.num_prepared_after(loop.total_batch_idx)
+        num_prepared = pipeline.engine.num_prepared_after(loop.total_batch_idx)
         if pipeline.runs_ahead and not loop.batch_progress.is_last_batch:
             left = trainer.num_training_batches - (loop.batch_idx + 1)
             if trainer.max_steps != -1:
-                # Batches until the optimizer has stepped often enough, counted from its last step.
+                # Batches until the optimizer's last step, counted from its latest one.
                 window = trainer.accumulate_grad_batches
                 until_last = (trainer.max_steps - trainer.global_step) * window
                 left = min(left, until_last - loop.batch_idx % window - 1)
             left = max(0, int(min(left, strategy.lookahead_batches)))
         feed = trainer.fit_loop._combined_loader
         ahead = enumerate(feed.ahead(left, strategy.root_device), 1)
-        strategy.upcoming = [(later, batch) for later, batch in ahead if later > known]
+        strategy.upcoming = [(later, batch) for later, batch in ahead if later > num_prepared]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Frees what was encoded for a batch that does not come."""
+        """Frees encodings for a batch that is not trained on."""
         pipeline: Pipeline | None = getattr(trainer.strategy, "pipeline", None)
         if pipeline is not None:
             pipeline.engine.drop_prepared()

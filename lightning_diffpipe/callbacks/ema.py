@@ -67,8 +67,8 @@ class EMA(L.Callback):
             2.0
         """
         trained = _trained(module).values()
-        kept = sum(p.numel() * _dtype_of_average(p).itemsize for p in trained)
-        return kept / max(sum(p.numel() * p.element_size() for p in trained), 1)
+        num_bytes = sum(p.numel() * _dtype_of_average(p).itemsize for p in trained)
+        return num_bytes / max(sum(p.numel() * p.element_size() for p in trained), 1)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forgets the averages of an earlier run: the module may be another one, or divided otherwise."""
@@ -149,7 +149,7 @@ class EMA(L.Callback):
 
     @contextmanager
     def averaged(self, module: nn.Module) -> Iterator[None]:
-        """Puts the averages in the place of the module's weights inside.
+        """Context in which the module's weights are the averages.
 
         After a training in stages a rank has those of its own stage only; `from_checkpoint` has all.
 
@@ -183,7 +183,7 @@ class EMA(L.Callback):
         self._restored = {}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets what was read for a run that did not train, such as a validation."""
+        """Forgets averages that were read for a run that did not train, such as a validation."""
         self._restored = {}
 
     def on_save_checkpoint(

@@ -57,7 +57,7 @@ _MOST_DRAWS, _QUIET_DRAWS = 16, 3  # of a batch: until so many in a row bring no
 
 
 class EncodingCache(L.Callback):
-    """Stores what frozen layers give for each sample, and reads it in later passes.
+    """Stores the outputs of frozen layers for each sample, and reads them in later passes.
 
     Losses are those of a run without it: an entry is found by a hash of everything the layer depends on, so
     that other weights, settings, crops, captions or precisions are other entries. A layer whose weights change
@@ -108,7 +108,7 @@ class EncodingCache(L.Callback):
         self._found_before = (0, 0)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Starts over."""
+        """Forgets the encodings of an earlier run."""
         self.memo, self._store, self._passes, self._found_before = None, None, 0, (0, 0)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -136,9 +136,9 @@ class EncodingCache(L.Callback):
         named = dict(pipeline.module.named_parameters())
         self.memo.loaded = lambda layer: loaded(map(named.__getitem__, layer.parameters))
         pipeline.engine.layout.steps.remember(self.memo if names else None)
-        for kept, refused in mesh.on_first((sorted(names), sorted(self.refused.items())))[-1:]:
+        for stored, refused in mesh.on_first((sorted(names), sorted(self.refused.items())))[-1:]:
             rank_zero_info(
-                "Encodings stored in %s: %s. Computed: %s", self.folder, ", ".join(kept) or "nothing",
+                "Encodings stored in %s: %s. Computed: %s", self.folder, ", ".join(stored) or "nothing",
                 "; ".join(f"{name} {why}" for name, why in refused) or "-",
             )  # fmt: skip
 
@@ -150,18 +150,18 @@ class EncodingCache(L.Callback):
             ConfigurationError: They cannot be stored; on all ranks.
         """
         feed = trainer.fit_loop._combined_loader
-        asked = feed.every_sample()
-        if asked is None:
+        indices = feed.every_sample()
+        if indices is None:
             _refuse(
                 "needs one DataLoader, of data that can be asked for all of their samples; this is a stream, or "
                 "there are several. Leave it out: encodings are then stored as samples come"
             )
         index, count = _encoding_ranks(pipeline)
-        batches = (asked[index::count] or asked[:1]) if count else []
+        batches = (indices[index::count] or indices[:1]) if count else []
         device, refusal = trainer.strategy.root_device, ""
         read = feed.read(batches, "encoding", device)
         # In step, as no rank is waited for for longer than half an hour.
-        for number in range(max(_of_all(trainer, -(-len(asked) // _num_encoding(pipeline))))):
+        for number in range(max(_of_all(trainer, -(-len(indices) // _num_encoding(pipeline))))):
             batch = next(read, None)
             if number == 0:
                 again = next(feed.read(batches[:1], "again", device), None)
@@ -171,14 +171,14 @@ class EncodingCache(L.Callback):
             if refusal := next(filter(None, _of_all(trainer, refusal or self._store.why_full)), ""):
                 _refuse(f"stores all samples before training, but {refusal}")
         self._require_shared(trainer)
-        made = sum(_of_all(trainer, self.memo.made.total()))
+        num_new = sum(_of_all(trainer, self.memo.made.total()))
         self.memo.found.clear()
         self.memo.made.clear()
         freed = _of_all(trainer, pipeline.offload(self._spared(), self.folder))
         pipeline.load_stages()
         rank_zero_info(
             "All samples are encoded; %d results of layers were new. Encoders have left the memory of ranks: %s",
-            made, ", ".join(f"{rank} ({size(num_bytes)})" for rank, num_bytes in enumerate(freed) if num_bytes),
+            num_new, ", ".join(f"{rank} ({size(num_bytes)})" for rank, num_bytes in enumerate(freed) if num_bytes),
         )  # fmt: skip
 
     def _begin_with(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, again: Any) -> str:
@@ -207,11 +207,11 @@ class EncodingCache(L.Callback):
 
     def _encode(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, number: int) -> None:
         """Stores the encodings of a batch for several random numbers of the step, which may drop captions."""
-        draw, last_new, made = 0, 0, self.memo.made
+        draw, last_new, results = 0, 0, self.memo.made
         while draw - last_new <= _QUIET_DRAWS and draw < _MOST_DRAWS:
-            before = made.total()
+            before = results.total()
             self._run(trainer, pipeline, batch, _MOST_DRAWS * number + draw)
-            last_new = draw if made.total() > before else last_new
+            last_new = draw if results.total() > before else last_new
             draw += 1
 
     def _run(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, number: int) -> None:
@@ -247,9 +247,9 @@ class EncodingCache(L.Callback):
             call = partial(trainer.strategy._run_training_step, pipeline.module, microbatch)
             view = _frozen_view(pipeline, partitioned)
             steady = repeatable(view, call, pipeline.seed)
-            kept = [layer for layer in graph.layers if layer.frozen and not reasons[layer.name]]
-            self._changing = {x.index: x.name for x in kept if x.index not in steady}
-            for name in {x.name for x in kept} - {x.name for x in kept if x.index in steady}:
+            left = [layer for layer in graph.layers if layer.frozen and not reasons[layer.name]]
+            self._changing = {x.index: x.name for x in left if x.index not in steady}
+            for name in {x.name for x in left} - {x.name for x in left if x.index in steady}:
                 reasons[name] = "depends on noise, timesteps or other random numbers of the step"
         self.refused = {name: why for name, why in reasons.items() if why}
         return frozenset(name for name, why in reasons.items() if not why)
@@ -263,9 +263,9 @@ class EncodingCache(L.Callback):
         if self.memo is None:
             return
         self._passes += 1
-        found, made = self.memo.found.total(), self.memo.made.total()
-        now = (found - self._found_before[0], made - self._found_before[1])
-        self._found_before = (found, made)
+        num_found, num_made = self.memo.found.total(), self.memo.made.total()
+        now = (num_found - self._found_before[0], num_made - self._found_before[1])
+        self._found_before = (num_found, num_made)
         useless = sum(now) > 0 and now[0] < _USELESS_SHARE * sum(now)
         if self._passes > 1 and now[0] and not now[1] and _covers_data(trainer):
             try:
@@ -287,10 +287,10 @@ class EncodingCache(L.Callback):
             return
         pipeline = trainer.strategy.pipeline
         counts = self.memo.found.total(), self.memo.made.total(), self._store.bytes_written
-        num_read, made, written = map(sum, zip(*pipeline.mesh.gathered(counts), strict=True))
+        num_read, fresh, written = map(sum, zip(*pipeline.mesh.gathered(counts), strict=True))
         rank_zero_info(
             "Encodings: %d read (%s), %d computed, %s written to %s",
-            num_read, percent(num_read / max(num_read + made, 1)), made, size(written), self.folder,
+            num_read, percent(num_read / max(num_read + fresh, 1)), fresh, size(written), self.folder,
         )  # fmt: skip
 
 
@@ -316,7 +316,7 @@ def _encoding_ranks(pipeline: Pipeline) -> tuple[int, int]:
 
 
 def _frozen_view(pipeline: Pipeline, partitioned: PartitionedStep) -> FrozenView:
-    """Returns the view of the frozen layers, also of a rank alone, which runs them where they are called."""
+    """Returns the view of the frozen layers, also on one rank, which otherwise runs them where they are called."""
     view = partitioned.frozen_view
     if view.cut.layers:
         return view

@@ -47,7 +47,7 @@ class LossByTime(L.Callback):
         pl_module.noise_schedule.num_quantiles = self.num_quantiles
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        """Has it stop."""
+        """Has the noise schedule stop summing."""
         pl_module.noise_schedule.num_quantiles = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

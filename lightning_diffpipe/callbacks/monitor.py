@@ -67,7 +67,7 @@ class _StepTimes:
         between_s: Time from that end to that start.
         loading_s: Part of it in which the data loader was waited for.
         loaders_s: Time spent in loaders until the end of the step before.
-        drawing_s: Time in which images were drawn so far.
+        drawing_s: Time spent on images of timelines so far, in seconds.
         started_s: Start of the run.
     """
 
@@ -342,11 +342,11 @@ class PipelineMonitor(L.Callback):
         """Writes the plan, and what it was made from unless it was given, for `diffpipe show` and `plan`."""
         if self._written_to is None:
             return
-        made: dict[str, Any] = {"plan": pipeline.plan}
+        files: dict[str, Any] = {"plan": pipeline.plan}
         if pipeline.basis is not None:
-            made |= {"profile": pipeline.basis.profile, "cluster": pipeline.basis.cluster}
+            files |= {"profile": pipeline.basis.profile, "cluster": pipeline.basis.cluster}
         with _going_on(self._written_to):
-            for name, each in made.items():
+            for name, each in files.items():
                 write_atomically(self._written_to / f"{name}.json", each.to_json())
                 _log_artifact(trainer, self._written_to / f"{name}.json", name)
 

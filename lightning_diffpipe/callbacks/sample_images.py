@@ -10,7 +10,7 @@ training goes on exactly as without images. By PipeFusion:
     each rank     denoising steps through its own blocks      sampling/pipefusion/
     all ranks     latents -> autoencoder -> samples           in lock step
 
-Blocks run where their weights lie in training. What lies between blocks, such as embeddings and the last
+Blocks run on the ranks that train them. Layers between blocks, such as embeddings and the last
 projection, runs on every rank under PipeFusion: ranks that lack it receive it while they sample. With one
 patch the samples follow each other through the stages in shares, and nothing is approximated; with more, patches of
 all samples do.
@@ -74,7 +74,7 @@ def image_grid(images: Tensor, columns: int = 8) -> Image.Image:
 
 
 def _tiles(path: Path, columns: int, height: int, width: int) -> Tensor:
-    """Returns what `image_grid` made a file of, `(N, 3, height, width)` in [0, 1]; nothing of another size."""
+    """Returns the images of a file of `image_grid`, `(N, 3, height, width)` in [0, 1]; none of another size."""
     pixels = torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1) / 255
     if pixels.shape[1] % height or pixels.shape[2] != columns * width:
         return pixels.new_empty(0, 3, height, width)
@@ -253,11 +253,11 @@ class SampleImages(SamplingCallback):
     ) -> None:
         """Takes captions of the first batch, if there are no others; raises ConfigurationError if it has none."""
         if self.prompts is None:
-            there = batch if isinstance(batch, Mapping) else {}
-            captions = there.get(draws_from(pl_module), [])
-            conditions = there.get("references", there.get("condition"))
-            if conditions is None and "video" in there:  # whose first frame is its condition
-                conditions = (there["video"][:, :, 0] + 1) / 2
+            entries = batch if isinstance(batch, Mapping) else {}
+            captions = entries.get(draws_from(pl_module), [])
+            conditions = entries.get("references", entries.get("condition"))
+            if conditions is None and "video" in entries:  # whose first frame is its condition
+                conditions = (entries["video"][:, :, 0] + 1) / 2
             captions = captions.tolist() if isinstance(captions, Tensor) else list(captions)
             self._take(trainer, pl_module, captions, conditions)
         if self.prompts is None:
@@ -298,7 +298,7 @@ class SampleImages(SamplingCallback):
             self._draw_once(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the steps at which it has sampled, and captions that were taken of the data."""
+        """Returns the steps at which images were sampled, and captions taken from the data."""
         state: dict[str, Any] = {"steps": list(self._steps)}
         if self._named is None and self.prompts is not None:
             state["prompts"] = self.prompts
@@ -329,11 +329,11 @@ class SampleImages(SamplingCallback):
         grids = [image_grid(torch.stack(column), columns=1) for column in zip(*rows, strict=True)]
         steps, grid = self._over_time(folder, rows, columns)
         grid.save(folder / "over_time.png")
-        said = "steps " + ", ".join(map(str, steps))
+        caption = "steps " + ", ".join(map(str, steps))
         for logger in trainer.loggers:
             if hasattr(logger, "log_image"):
                 logger.log_image(name, grids, step=step, caption=self.prompts)
-                logger.log_image(f"{name}_over_time", [grid], step=step, caption=[said])
+                logger.log_image(f"{name}_over_time", [grid], step=step, caption=[caption])
 
     def _rows(self, images: Tensor) -> tuple[list[Tensor], int]:
         """Returns rows of images, conditions above their samples, and how many stand in a line."""
@@ -505,11 +505,11 @@ class StageDrawer:
         for block in layout.block_names:
             weights = model.get_submodule(block).parameters()
             sizes = {self._names[p]: p.numel() for p in weights}
-            held = [
+            counts = [
                 sum(size for name, size in sizes.items() if name in resident)
                 for resident in self._pipeline.residents
             ]
-            homes.append([rank for rank, size in enumerate(held) if size == max(held)])
+            homes.append([rank for rank, size in enumerate(counts) if size == max(counts)])
         # Replicas of a stage have the same blocks, and all ranks frozen ones: of ranges that fit, the most equal
         # ones, by the squares of their sizes.
         num_ranks, started = self._mesh.layout.ranks_per_pipeline, {0: (0, list[int]())}
@@ -524,12 +524,12 @@ class StageDrawer:
             started = ended
         if len(homes) in started:
             return tuple(started[len(homes)][1][:-1])
-        there = ", ".join(
+        places = ", ".join(
             f"{len(list(blocks))} on rank {' and '.join(map(str, home))}"
             for home, blocks in itertools.groupby(homes)
         )
         raise PartitionError(
-            f"its blocks lie, in order, {there}; PipeFusion needs a range of them on each of {num_ranks} ranks, "
+            f"its blocks lie, in order, {places}; PipeFusion needs a range of them on each of {num_ranks} ranks, "
             "in order"
         )
 
@@ -541,7 +541,7 @@ class StageDrawer:
             names = resident_parameters(model, setting.layout, setting.stages, rank)
             needed.append({self._names[parameters[name]] for name in names})
         residents = self._pipeline.residents
-        missing = set[str]().union(*(n - held for n, held in zip(needed, residents, strict=True)))
+        missing = set[str]().union(*(n - have for n, have in zip(needed, residents, strict=True)))
         whole = dict(self._pipeline.values_of(n for n in self._names.values() if n in missing))
         here = needed[self._mesh.local_rank]
         absent = {p: whole[n] for p, n in self._names.items() if n in here and is_placeholder(p)}

@@ -85,7 +85,7 @@ class SampleMetric(SamplingCallback):
             self.require_sample(pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begins a measurement, if one is due."""
+        """Begins a measurement, if this validation is to have one."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._is_due = not trainer.sanity_checking and trainer.global_step >= self._next_step
         else:
@@ -104,20 +104,20 @@ class SampleMetric(SamplingCallback):
         left = -(-self.num_samples // pipeline_of(trainer)[1]) - len(self._prompts)
         if not self._is_due or left <= 0:
             return
-        wanted = ["image", draws_from(pl_module)]
+        keys = ["image", draws_from(pl_module)]
         entries = batch if isinstance(batch, Mapping) else {}
         shown = "references" if "references" in entries else "condition"
-        wanted += [shown] * draws_to_conditions(pl_module)
-        if missing := [name for name in wanted if name not in entries]:
+        keys += [shown] * draws_to_conditions(pl_module)
+        if missing := [name for name in keys if name not in entries]:
             raise ConfigurationError(
                 f"{type(self).__name__} compares drawn images with those of validation batches, which have no "
                 f"{missing[0]!r} but {', '.join(entries)}; leave it out (callbacks.{self.name}=null)"
             )
         self.add_real((batch["image"][:left] / 2 + 0.5).clamp(0, 1))
-        prompts = batch[wanted[1]]
+        prompts = batch[keys[1]]
         prompts = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
         self._prompts += prompts[:left]
-        if shown in wanted:
+        if shown in keys:
             rows = batch[shown].cpu() if shown == "condition" else zip(*batch[shown], strict=True)
             self._conditions += [*rows][:left]
 
@@ -140,9 +140,9 @@ class SampleMetric(SamplingCallback):
             prompts = self._prompts[rows]
             # Where others have more, one is sampled again, with them.
             conditions = (self._conditions[rows] or self._conditions[:1]) or None
-            given = conditions and self._stacked(conditions, device)
+            stacked = conditions and self._stacked(conditions, device)
             seed = self.seed + draw * number + place
-            images = self.draw_for(trainer, pl_module, prompts or self._prompts[:1], given, seed)
+            images = self.draw_for(trainer, pl_module, prompts or self._prompts[:1], stacked, seed)
             if prompts:
                 with torch.no_grad():
                     self.add_samples(images.to(device).clamp(0, 1), prompts)
@@ -150,7 +150,7 @@ class SampleMetric(SamplingCallback):
         self.metric.cpu()
 
     def _stacked(self, rows: list[Any], device: torch.device) -> Tensor | list[np.ndarray]:
-        """Returns conditions, or references of which each row has several, as a batch has them."""
+        """Returns conditions, or references, several for each row, in the layout of a batch."""
         is_condition = isinstance(rows[0], Tensor)
         if len({row.shape if is_condition else tuple(x.shape for x in row) for row in rows}) > 1:
             raise ConfigurationError(

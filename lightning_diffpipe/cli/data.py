@@ -24,7 +24,7 @@ _HEIGHT, _MARGIN = 128, 8
     "look at what is trained on: diffpipe data data.folder=IMAGES data.buckets=true output=sheet.png"
 )
 def data(config: DictConfig) -> None:
-    """Prints buckets, captions and unreadable files of `data`, and draws some samples into `output`."""
+    """Prints buckets, captions and unreadable files of `data`, and writes images of some samples to `output`."""
     values = plain(config)
     if values["output"] is not None:
         require_writable(values["output"])
@@ -70,7 +70,7 @@ def data(config: DictConfig) -> None:
 
 
 def _read(samples: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields shape, entry and sample of each file, or why it cannot be read."""
+    """Yields shape, entry and sample of each file; in place of the sample the error, if it cannot be read."""
     samples = getattr(samples, "samples", samples)  # without conditions that are made
     first = list({entry.path: index for index, entry in enumerate(samples.entries)}.values())
 
@@ -82,28 +82,28 @@ def _read(samples: Any) -> Iterator[tuple[Any, Any, Any]]:
 
     with ThreadPoolExecutor() as threads:
         for start in range(0, len(first), 64):  # samples of so many are in memory
-            some = first[start : start + 64]
-            for index, sample in zip(some, threads.map(read, some), strict=True):
+            indices = first[start : start + 64]
+            for index, sample in zip(indices, threads.map(read, indices), strict=True):
                 yield samples.shapes[index], samples.entries[index], sample
 
 
 def _counter(tokenizer: str | None) -> Callable[[str], tuple[int, str]]:
-    """Returns what counts a caption: the number by which captions are compared, and what is printed."""
+    """Returns a function (caption) -> (length by which captions are compared, text to print)."""
     if tokenizer is None:
         return lambda caption: (len(caption), f"{len(caption):5d} characters")
     from transformers import AutoTokenizer
 
     folders = sorted(Path(tokenizer).glob("tokenizer*/")) or [Path(tokenizer)]
     try:
-        known = [AutoTokenizer.from_pretrained(folder) for folder in folders]
+        tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in folders]
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigurationError(f"tokenizer={tokenizer} cannot be opened: {reason}") from error
 
     def count(caption: str) -> tuple[int, str]:
-        counts = [len(each(caption, verbose=False).input_ids) for each in known]
+        counts = [len(each(caption, verbose=False).input_ids) for each in tokenizers]
         most = ", ".join(
-            f"{n:4d} of {t.model_max_length}" for n, t in zip(counts, known, strict=True)
+            f"{n:4d} of {t.model_max_length}" for n, t in zip(counts, tokenizers, strict=True)
         )
         return max(counts), f"{most} tokens"
 

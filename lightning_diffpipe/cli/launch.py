@@ -76,7 +76,7 @@ for _name, _resolver in (
 
 
 def _be_quiet() -> None:
-    """Silences what every run would print and no user can act on."""
+    """Silences messages of every run on which no user can act."""
     import warnings
 
     import diffusers
@@ -102,7 +102,7 @@ def _be_quiet() -> None:
 
 @raised_by_all()
 def prepare(config: DictConfig) -> None:
-    """Sets what holds for a whole process: offline, log, threads, seed."""
+    """Sets up a process: offline, log, threads, seed."""
     import lightning as L
     import torch
 
@@ -185,7 +185,7 @@ def share_cores(values: dict[str, Any], num_ranks: int) -> None:
 
 
 def _num_cores(process: int) -> int:
-    """Returns how many cores a process may run on; 0 stands for this one."""
+    """Returns the number of cores that a process may run on; 0 stands for this process."""
     try:
         return len(os.sched_getaffinity(process))
     except (AttributeError, OSError):  # not on this system; not for another user's process
@@ -193,7 +193,7 @@ def _num_cores(process: int) -> int:
 
 
 def is_launched() -> bool:
-    """Returns whether all processes are there: started by a launcher, or this one by the first of this command."""
+    """Returns whether all processes were started: by a launcher, or this one by the first of this command."""
     return "WORLD_SIZE" in os.environ
 
 
@@ -204,8 +204,8 @@ def refuse_missing_gpus(values: dict[str, Any], num_ranks: int) -> None:
     import torch
 
     # A launcher may not say how many processes there are on this machine; then as many as are known of.
-    known = int(os.environ.get("LOCAL_RANK", "0")) + 1 if is_launched() else num_ranks
-    present, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", known))
+    num_known = int(os.environ.get("LOCAL_RANK", "0")) + 1 if is_launched() else num_ranks
+    present, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", num_known))
     # Such as `srun --gpus-per-task=1` shows each process its own.
     sees_own = present == 1 and is_launched() and "CUDA_VISIBLE_DEVICES" in os.environ
     if here > present and not sees_own:
@@ -234,11 +234,11 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
     from lightning_diffpipe.training.processes import take_place_in_slurm
 
     take_place_in_slurm()
-    there = os.environ.get("WORLD_SIZE")
-    if there is not None:
-        if int(there) != num_ranks:
+    world_size = os.environ.get("WORLD_SIZE")
+    if world_size is not None:
+        if int(world_size) != num_ranks:
             raise ConfigurationError(
-                f"trainer.devices={num_ranks}, but the launcher started {there} processes"
+                f"trainer.devices={num_ranks}, but the launcher started {world_size} processes"
             )
         return function()
     if num_ranks == 1:

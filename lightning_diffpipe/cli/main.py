@@ -169,7 +169,7 @@ def _print_help(config: DictConfig) -> None:
 
 
 def _explain(error: Exception) -> str:
-    """Returns an error in one line; of Hydra's without words about its inside."""
+    """Returns an error in one line; Hydra's without details of its own code."""
     if isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, DiffPipeError):
@@ -181,17 +181,17 @@ def _explain(error: Exception) -> str:
             f"cannot read {error.override}: put texts in quotes, and all in those of the shell: "
             f"'{setting}={text}'"
         )
-    said = _said(error)
+    message = _said(error)
     if isinstance(error.__cause__, ValidationError):
-        said += f": {_said(error.__cause__)}"
+        message += f": {_said(error.__cause__)}"
     key = re.search(r"full_key: ([\w.]*\.\w+)", str(error))
-    said = f"{said} ({key[1]})" if key and key[1] not in said else said
-    if isinstance(error, MissingMandatoryValue) and "data.folder" in said:
-        said += (
+    message = f"{message} ({key[1]})" if key and key[1] not in message else message
+    if isinstance(error, MissingMandatoryValue) and "data.folder" in message:
+        message += (
             "; it holds images or videos with captions: cat.txt next to cat.png, or metadata.jsonl with a line for "
             'each, such as {"file_name": "cat.png", "text": "a cat"}'
         )
-    return said
+    return message
 
 
 def _said(error: Exception) -> str:

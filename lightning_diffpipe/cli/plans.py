@@ -60,7 +60,7 @@ def profile(config: DictConfig) -> Any:
 
 
 def _measure_links(config: DictConfig) -> None:
-    """Writes a cluster of the processes that are there, if they are several; a collective call."""
+    """Writes a cluster of the running processes, if there are several; a collective call."""
     import torch
 
     from lightning_diffpipe.comm.bandwidth import measure_launched
@@ -96,9 +96,9 @@ def plan(config: DictConfig) -> Any:
         require_writable(values["output"])
     require_number("disk_bytes_per_s", values["disk_bytes_per_s"], above=0)
     names = ("global_batch_size", "filling", "optimizer_bytes_factor", "encode_first")
-    asked = {key: values[key] for key in names} | values["strategy"]
+    settings = {key: values[key] for key in names} | values["strategy"]
     with named({name: f"strategy.{name}" for name in values["strategy"]}):
-        options = PlanOptions.from_dict(asked)
+        options = PlanOptions.from_dict(settings)
         cluster = _cluster(values["cluster"])
         # After what may be refused: a model on paper takes seconds.
         profile = _profile_to_plan(config)

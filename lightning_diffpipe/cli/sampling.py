@@ -41,7 +41,7 @@ _ASKED = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", 
 
 @verb("draw prompts with a trained model: diffpipe sample 'prompts=[\"digit four, serif\"]'")
 def sample(config: DictConfig) -> Any:
-    """Draws `prompts` with the model at `path` on `trainer.devices` processes, into `output`."""
+    """Samples `prompts` with the model at `path` on `trainer.devices` processes, into `output`."""
     values = plain(config)
     num_ranks = num_ranks_of(values)
     _refuse_values(values)
@@ -60,9 +60,9 @@ def sample(config: DictConfig) -> Any:
     require_writable_folder("output", values["output"])
     folder = Path(values["output"])
     numbered = (path.name for path in folder.glob("[0-9][0-9][0-9].*"))
-    there = {*filter(_OURS.fullmatch, numbered)}
-    there |= {name for name in (_REPORT, _GRID, _DIFFERENCE) if (folder / name).exists()}
-    if foreign := sorted(there - _written_earlier(folder)):
+    existing = {*filter(_OURS.fullmatch, numbered)}
+    existing |= {name for name in (_REPORT, _GRID, _DIFFERENCE) if (folder / name).exists()}
+    if foreign := sorted(existing - _written_earlier(folder)):
         with raised_by_all():
             raise ConfigurationError(
                 f"output={folder} has {len(foreign)} files that might be written over and are not of an earlier "
@@ -74,7 +74,7 @@ def sample(config: DictConfig) -> Any:
 
 
 def _written_earlier(folder: Path) -> set[str]:
-    """Returns what an earlier run of this command wrote into a folder, as its report lists."""
+    """Returns the files of an earlier run of this command in a folder, by its report."""
     try:
         files = json.loads((folder / _REPORT).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -182,15 +182,15 @@ def _refuse_request(values: dict[str, Any], num_ranks: int) -> None:
 
     switches = {n: values["sampler"][n] for n in _SWITCHES & values["sampler"].keys()}
     require_flags(**{f"sampler.{n}": x for n, x in switches.items() if x is not None})
-    own = {field.name for field in fields(MethodOptions)} - {"further", "mesh", "reason"}
+    keys = {field.name for field in fields(MethodOptions)} - {"further", "mesh", "reason"}
     common = {name: values[name] for name in _COMMON}
-    sampler = {name: value for name, value in values["sampler"].items() if name in own}
+    sampler = {name: value for name, value in values["sampler"].items() if name in keys}
     # None leaves out a part of the model; ema chooses weights.
-    rest = {k: v for k, v in values["sampler"].items() if k not in {*own, "ema"} and v is not None}
+    rest = {k: v for k, v in values["sampler"].items() if k not in {*keys, "ema"} and v is not None}
     with named({name: f"sampler.{name}" for name in values["sampler"]}):
         fitted(MethodOptions(**sampler, **common, further=rest), num_ranks)
-    asked = ("num_inference_steps", "guidance_scale", "height", "width")
-    Settings(values["prompts"], **{name: values.get(name) for name in asked})
+    request_keys = ("num_inference_steps", "guidance_scale", "height", "width")
+    Settings(values["prompts"], **{name: values.get(name) for name in request_keys})
 
 
 def _sample(values: dict[str, Any]) -> Any:
@@ -242,7 +242,7 @@ def _draw(values: dict[str, Any], rank: int) -> tuple[list[Any] | None, Any]:
 
 
 def _common(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns arguments of `Predictor.from_pretrained` besides the sampler's."""
+    """Returns the arguments of `Predictor.from_pretrained` that are not the sampler's."""
     vae = {name: values[name] for name in ("vae_tiling", "vae_slicing", *_COMMON)}
     device = "cpu" if values["trainer"]["accelerator"] == "cpu" else "cuda"
     waits = {name: values[name] for name in ("timeout_s", "busy_timeout_s")}
@@ -335,7 +335,7 @@ def _rows(rows: list[list[Any]], columns: int) -> Any:
 
 
 def _compared(images: list[Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns what `_compare` finds; nothing, and the reason in a line, if one process cannot draw the request."""
+    """Returns the figures of `_compare`; none, after printing why, if one process cannot sample the request."""
     import torch
 
     gc.collect()  # the first model, which is in cycles
@@ -350,7 +350,7 @@ def _compared(images: list[Any], values: dict[str, Any], folder: Path) -> dict[s
 
 
 def _compare(images: list[Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Draws the same in this process alone, on as many threads, and says how far the images are from that."""
+    """Samples the request in this process alone, on as many threads; returns its seconds and the PSNRs."""
     import torch
     from PIL import Image
 
@@ -374,14 +374,14 @@ def _compare(images: list[Any], values: dict[str, Any], folder: Path) -> dict[st
     numbers: dict[str, Any] = {
         "psnr_db": [None if math.isinf(x) else x for x in decibels],  # JSON has no infinity
         "one_process_step_s": alone.report.step_s,
-        "one_process_threads": threads,  # others may sum in another order, and draw other last bits
+        "one_process_threads": threads,  # another number may sum in another order, and change last bits
     }
     say(f"{folder / _DIFFERENCE}  this, one process, their difference times 8")
     return numbers
 
 
 def _how_far(decibels: list[float]) -> str:
-    """Returns what to say about images by their PSNR; equal ones, whose PSNR is infinite, are counted separately.
+    """Returns a line about images by their PSNR; equal ones, whose PSNR is infinite, are counted separately.
 
     Example:
         >>> _how_far([41.0, math.inf, 40.0])

@@ -152,8 +152,8 @@ def _require_files(config: DictConfig) -> None:
     for name, reader in readers.items() if own_rank() == 0 else ():
         value = config.strategy.get(name)
         if isinstance(value, str) and value not in ("measure", "flops"):
-            known = " (choose measure, flops or a file)" if name == "profile" else ""
-            with file_errors("read", f"strategy.{name}={value}{known}"):
+            choices = " (choose measure, flops or a file)" if name == "profile" else ""
+            with file_errors("read", f"strategy.{name}={value}{choices}"):
                 reader.from_json(
                     Path(value).read_text(errors="replace"), f"strategy.{name}={value}"
                 )
@@ -180,7 +180,7 @@ def _require_folder_of_all_runs(config: DictConfig) -> None:
 
 
 def _callbacks_that_save(config: DictConfig) -> list[Any]:
-    """Returns callbacks for `save_to` and `save_lora` besides those of the group."""
+    """Returns callbacks for `save_to` and `save_lora`, in addition to those of the group."""
     from lightning_diffpipe.callbacks import FinalCheckpoint, SaveLora
 
     callbacks: list[Any] = []
@@ -336,9 +336,9 @@ def bench(config: DictConfig) -> Any:
     from lightning_diffpipe.callbacks import PipelineMonitor
     from lightning_diffpipe.viewing.measured import number_table
 
-    given = {override.partition("=")[0] for override in HydraConfig.get().overrides.task}
+    overridden = {override.partition("=")[0] for override in HydraConfig.get().overrides.task}
     OmegaConf.set_struct(config, False)
-    if "trainer.max_steps" not in given:
+    if "trainer.max_steps" not in overridden:
         config.trainer.max_steps = _BENCH_STEPS
     require_number("trainer.max_steps", config.trainer.max_steps, 5, whole=True)
     config.trainer.update(

@@ -130,7 +130,7 @@ def with_settings(message: str, arguments: Mapping[str, str]) -> str:
 
 
 def in_settings(error: InstantiationException, config: DictConfig) -> Exception:
-    """Returns the error of what was built with the name of its setting, and the place if it is in user code."""
+    """Returns the error of a constructor with the name of its setting, and the place if it is in user code."""
     cause, full_key = error.__cause__, re.search(r"^full_key: (\S+)", str(error), re.MULTILINE)
     if full_key is None or not isinstance(cause, Exception):
         return error

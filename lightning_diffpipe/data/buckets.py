@@ -87,7 +87,7 @@ class Sizes:
 
 
 def grouped(shapes: Sequence[Shape]) -> dict[Shape, list[int]]:
-    """Returns which samples have each shape, the largest group first."""
+    """Returns the indices of the samples of each shape, the largest group first."""
     groups: dict[Shape, list[int]] = {}
     for place, shape in enumerate(shapes):
         groups.setdefault(shape, []).append(place)

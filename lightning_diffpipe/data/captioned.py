@@ -1,8 +1,8 @@
-"""What all data modules of captioned images share: loaders, and one kind of batch.
+"""Base of all data modules of captioned images: loaders, and one kind of batch.
 
 A sample is `{"image": (3, H, W) float in [-1, 1], "caption": str}`; a batch stacks the images and
 lists the captions. Captions stay text, because only the model knows its tokenizer. For a ControlNet there is a
-`"condition"` besides, `(3, H, W)` in [0, 1], made from the image itself (`"edges"`) or read with it. Images
+`"condition"`, too, `(3, H, W)` in [0, 1], made from the image itself (`"edges"`) or read with it. Images
 that were scaled and cropped come with their size before (`"original_size"`, height and width) and where the crop
 begins (`"crops_coords_top_left"`), `(2,)` each. A `"mask"`, `(1, H, W)` in [0, 1], says where the loss counts, and
 a `"weight"` how much that of the sample does. For pipelines that edit images there are `"references"`, one or
@@ -114,11 +114,11 @@ class Readable(Dataset[Sample]):
     """Samples of another data set, where the next one that can be read stands for each that cannot.
 
     Args:
-        samples: The data set; raises `DataError` for what cannot be read.
+        samples: The data set; raises `DataError` for a sample that cannot be read.
         groups: Places of samples that may stand for each other; None: all may.
 
     Attributes:
-        left_out: Which could not be read so far, in any process that has loaded some.
+        left_out: Errors of samples that could not be read so far, in any process that has loaded some.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Readable(Dataset[Sample]):
         raise DataError(f"no sample of one size can be read. {self.why(index)}")
 
     def why(self, place: int) -> str:
-        """Returns what is wrong with a sample; empty if nothing is any more."""
+        """Returns the error of a sample; empty if it can be read by now."""
         try:
             self.samples[place]
         except DataError as error:
@@ -188,12 +188,12 @@ class CaptionedDataModule(L.LightningDataModule):
 
         `groups` has, for both, places of the samples of one size; None where all have it.
         """
-        made = (train_set, validation_set)
+        data_sets = (train_set, validation_set)
         if condition is not None:
-            made = tuple(Conditioned(samples, condition) for samples in made)
+            data_sets = tuple(Conditioned(samples, condition) for samples in data_sets)
         if self.on_error == "skip":
-            made = tuple(map(Readable, made, groups))
-        self.train_set, self.validation_set = made
+            data_sets = tuple(map(Readable, data_sets, groups))
+        self.train_set, self.validation_set = data_sets
 
     def teardown(self, stage: str) -> None:
         """Warns how many samples were left out."""
@@ -248,9 +248,9 @@ class CaptionedDataModule(L.LightningDataModule):
         return torch.stack(first) if len({image.shape for image in first}) == 1 else None
 
     def _held_back(self, count: int) -> list[Sample]:
-        there = self._drawn_from()
-        count = min(count, len(there))
-        return [self.validation_set[there[i * len(there) // count]] for i in range(count)]
+        indices = self._drawn_from()
+        count = min(count, len(indices))
+        return [self.validation_set[indices[i * len(indices) // count]] for i in range(count)]
 
     def _drawn_from(self) -> Sequence[int]:
         """Returns the indices of samples held back whose captions may be prompts of samples in training."""

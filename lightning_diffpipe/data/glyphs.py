@@ -105,15 +105,15 @@ def glyphs_of(alphabets: Sequence[str], faces: Sequence[str]) -> list[Glyph]:
     Raises:
         ConfigurationError: An alphabet or face is unknown.
     """
-    for given, known, kind in ((alphabets, ALPHABETS, "alphabet"), (faces, _known_faces(), "face")):
-        if unknown := sorted(set(given) - set(known)):
+    for names, known, kind in ((alphabets, ALPHABETS, "alphabet"), (faces, _known_faces(), "face")):
+        if unknown := sorted(set(names) - set(known)):
             raise ConfigurationError(f"unknown {kind} {unknown[0]!r}; known: {', '.join(known)}")
     ranges = [bounds for name in alphabets for bounds in ALPHABETS[name]]
     glyphs = []
     for face in faces:
         for point in sorted(_characters_in(str(_known_faces()[face])).get_charmap()):
-            wanted = any(first <= point <= last for first, last in ranges)
-            if wanted and unicodedata.name(chr(point), ""):
+            is_chosen = any(first <= point <= last for first, last in ranges)
+            if is_chosen and unicodedata.name(chr(point), ""):
                 glyphs.append(Glyph(chr(point), face))
     return glyphs
 

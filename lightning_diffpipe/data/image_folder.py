@@ -215,8 +215,8 @@ class ImageFolderDataModule(CaptionedDataModule):
             self._frames = [num_frames] if isinstance(num_frames, int) else sorted(num_frames)
             for number in self._frames:
                 require_number("num_frames", number, 1, whole=True)
-            made = condition if condition in MADE else None
-            others = {"condition": made, "references": references, "mask": mask}
+            computed = condition if condition in MADE else None
+            others = {"condition": computed, "references": references, "mask": mask}
             for name, value in others.items():
                 if value is not None:
                     raise ConfigurationError(
@@ -267,7 +267,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         )
 
     def described(self) -> str:
-        """Returns how many batches the buckets make in an epoch, and what of them is seen again or not at all."""
+        """Returns a text with the number of batches in an epoch, and of samples that are repeated or left out."""
         batches = self.batches(shuffle=True)
         size, counts = self.batch_size, [len(members) for members in batches.buckets]
         text = (
@@ -283,13 +283,13 @@ class ImageFolderDataModule(CaptionedDataModule):
         return f"{text} (data.last_batch={batches.last}){small}" if self._has_buckets else text
 
     def read_files(self) -> None:
-        """Reads listings, and with buckets headers of images, once; `setup` does, which says what is raised."""
+        """Reads listings, and with buckets headers of images, once; for `setup`, with its errors."""
         if self._split:
             return
         h = self.hparams
-        wanted = {"condition": h.condition, "references": h.references, "mask": h.mask}
-        made = {*MADE, "alpha", None}
-        companions = {kind: key for kind, key in wanted.items() if key not in made}
+        keys = {"condition": h.condition, "references": h.references, "mask": h.mask}
+        without_file = {*MADE, "alpha", None}
+        companions = {kind: key for kind, key in keys.items() if key not in without_file}
         split: list[dict[str, Any]] = [{"entries": [], "shapes": []} for _ in range(2)]
         for folder in self._folders:
             path = Path(folder.folder)
@@ -306,10 +306,10 @@ class ImageFolderDataModule(CaptionedDataModule):
             count = len(entries) + len(errors)
             for entry, shape in self._with_shapes(entries, errors):
                 name = Path(os.path.relpath(entry.path, path)).as_posix()
-                held = share_of(name) < h.validation_share
-                for _ in range(1 if held else folder.repeats):
-                    split[held]["entries"].append(entry._replace(weight=folder.weight))
-                    split[held]["shapes"].append(shape)
+                is_held_back = share_of(name) < h.validation_share
+                for _ in range(1 if is_held_back else folder.repeats):
+                    split[is_held_back]["entries"].append(entry._replace(weight=folder.weight))
+                    split[is_held_back]["shapes"].append(shape)
             if errors:
                 rank_zero_warn(
                     f"{len(errors)} of {count} lines or files of {path} were left out (on_error=skip). The first "
@@ -325,7 +325,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         self._split = split
 
     def _small(self) -> str:
-        """Returns which buckets are smaller than a batch; empty if none is."""
+        """Returns a text that names buckets smaller than a batch; empty if there are none."""
         size, buckets = self.batch_size, self.train_buckets
         small = [f"{shape}: {len(m)}" for shape, m in buckets.items() if len(m) < size]
         counts = f"{len(small)} of {len(buckets)} buckets have fewer than the {size} samples of"
@@ -334,7 +334,7 @@ class ImageFolderDataModule(CaptionedDataModule):
     def _with_shapes(
         self, entries: list[Entry], errors: list[DataError]
     ) -> Iterable[tuple[Entry, Shape]]:
-        """Yields what each entry is given; adds to the errors where its header cannot be read."""
+        """Yields each entry with its shape; adds to the errors if its header cannot be read."""
         if not self._has_buckets:
             side, frames = self.hparams.resolution, self._frames[0] if self._frames else None
             yield from ((entry, Shape(side, side, frames)) for entry in entries)
@@ -351,19 +351,19 @@ class ImageFolderDataModule(CaptionedDataModule):
 
     @property
     def _has_buckets(self) -> bool:
-        some = self.hparams.references is not None  # one, or two, or in several shapes
-        return self._sizes is not None or len(self._frames) > 1 or some
+        several = self.hparams.references is not None  # one, or two, or in several shapes
+        return self._sizes is not None or len(self._frames) > 1 or several
 
     def _shape(self, entry: Entry) -> Shape | DataError:
-        """Returns what an entry is given, by its header; or why it cannot be used."""
+        """Returns the shape that an entry gets, by its header, or the error if it cannot be used."""
         side, frames = self.hparams.resolution, None
         try:
             with reading(entry.called()):
                 if self._frames:
-                    width, height, there = video_size(entry.path)
-                    frames = max((n for n in self._frames if n <= there), default=None)
+                    width, height, num_frames = video_size(entry.path)
+                    frames = max((n for n in self._frames if n <= num_frames), default=None)
                     if frames is None:
-                        raise too_short(entry.path, there, self._frames[0])
+                        raise too_short(entry.path, num_frames, self._frames[0])
                 else:
                     with Image.open(entry.path) as image:
                         width, height = size_of(image)
@@ -377,7 +377,7 @@ class ImageFolderDataModule(CaptionedDataModule):
             return error
 
     def batches(self, shuffle: bool) -> BucketBatches:
-        """Returns which samples make a batch, in training (shuffled) or of those held back."""
+        """Returns the indices of each batch, for training (shuffled) or validation."""
         if not shuffle:
             held_back = list(self.validation_buckets.values())
             return BucketBatches(held_back, self.batch_size, "smaller", shuffle)

@@ -1,4 +1,4 @@
-"""Which images of a folder are trained on, with which captions.
+"""Listings of image folders: the images to train on, with their captions.
 
     folder/metadata.jsonl      {"file_name": "cat.png", "text": "a cat on a sofa"}   one for each line
     folder/metadata.csv        file_name,text                                        the same as a table
@@ -6,7 +6,7 @@
 
 The first two are the layout of Hugging Face's ImageFolder, the third that of most trainers. A folder with metadata
 consists of what they list; a text next to one of these images must say the same. In a folder without, images are
-found by their endings. What lies next to an image (a condition, a mask, a reference) is named by a key of the
+found by their endings. A companion of an image (a condition, a mask, a reference) is named by a key of the
 metadata, or is the file of the same name in a folder: `folder/masks/cat.png`. Of references there may be several:
 
     {"file_name": "both.png", "text": "she wears the hat", "references": ["her.png", "hat.png"]}
@@ -32,7 +32,7 @@ METADATA = ("metadata.jsonl", "metadata.csv")
 
 
 class Entry(NamedTuple):
-    """An image or video, its caption, files next to it by what they are, and where it was found.
+    """An image or video, its caption, its companion files by kind, and its origin for messages.
 
     Attributes:
         path: Path of the image.
@@ -50,19 +50,19 @@ class Entry(NamedTuple):
     weight: float = 1.0
 
     def called(self, file: Path | None = None) -> str:
-        """Returns what messages call the image, or a file next to it."""
+        """Returns the name of the image, or of a file next to it, in messages."""
         return f"{file or self.path} ({self.where})"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Reads what a folder lists.
+    """Reads the listing of a folder.
 
     Attributes:
         folder: Folder of the images.
         caption_key: Key, or column, of the caption.
-        companions: Keys of files next to each image, by what they are: `{"mask": "masks"}`.
-        has_videos: Whether videos are wanted, which are files or folders.
+        companions: Keys of files next to each image, by kind: `{"mask": "masks"}`.
+        has_videos: Whether to list videos, files or folders, too.
         needs_captions: Whether an image found without caption is refused; else it has an empty one.
     """
 
@@ -76,7 +76,7 @@ class Listing:
         """Reads all entries.
 
         Args:
-            on_error: `"skip"` leaves out those that cannot be used.
+            on_error: `"skip"` leaves out images that cannot be used.
 
         Returns:
             The entries, and what is wrong with those left out.
@@ -103,8 +103,8 @@ class Listing:
     def _readers(self, on_error: str, errors: list[DataError]) -> list[Callable[[], Entry]]:
         """Returns a function for each entry, which raises DataError for one that cannot be used."""
         if not self.folder.is_dir():
-            there = "is no folder" if self.folder.exists() else "does not exist"
-            raise ConfigurationError(f"folder={self.folder} {there}; name one with images")
+            problem = "is no folder" if self.folder.exists() else "does not exist"
+            raise ConfigurationError(f"folder={self.folder} {problem}; name one with images")
         listings = [self.folder / name for name in METADATA if (self.folder / name).is_file()]
         if len(listings) > 1:
             raise ConfigurationError(
@@ -158,11 +158,9 @@ class Listing:
             elif not isinstance(text, str):
                 raise DataError(f"{at}: {key!r} must be a text, but is {json.dumps(text)[:80]}")
         name, caption, *names = texts
-        there = lambda each: self._there(self.folder / each, at)
-        path = there(name)
-        others = [
-            there(each) if isinstance(each, str) else tuple(map(there, each)) for each in names
-        ]
+        find = lambda each: self._there(self.folder / each, at)
+        path = find(name)
+        others = [find(each) if isinstance(each, str) else tuple(map(find, each)) for each in names]
         text = path.with_suffix(".txt")
         if text.is_file() and (other := _caption_in(text)) != " ".join(caption.split()):
             raise DataError(
@@ -173,12 +171,12 @@ class Listing:
 
     def _found(self, on_error: str, errors: list[DataError]) -> list[Callable[[], Entry]]:
         """Finds images by their endings and captions next to them."""
-        known = IMAGES | VIDEOS if self.has_videos else IMAGES
-        there = sorted(path for path in self.folder.iterdir() if not path.name.startswith("."))
-        texts = {path.stem: path for path in there if path.suffix == ".txt" and path.is_file()}
-        images = {path: path.stem for path in there if path.suffix.lower() in known}
+        endings = IMAGES | VIDEOS if self.has_videos else IMAGES
+        paths = sorted(path for path in self.folder.iterdir() if not path.name.startswith("."))
+        texts = {path.stem: path for path in paths if path.suffix == ".txt" and path.is_file()}
+        images = {path: path.stem for path in paths if path.suffix.lower() in endings}
         if self.has_videos:
-            images |= {path: path.name for path in there if path.is_dir() and path.name in texts}
+            images |= {path: path.name for path in paths if path.is_dir() and path.name in texts}
         what = "image or video" if self.has_videos else "image"
         lonely = {
             f"caption files have no {what} beside them": [
@@ -244,7 +242,7 @@ class Listing:
 
 
 def _several(value: Any, called: str) -> list[str]:
-    """Returns the names that a value is: one, or a list of them, which a table has as a text in JSON."""
+    """Returns the names in a value: one, or a list, which in a table is a text in JSON."""
     names = value
     if isinstance(value, str):
         names = [value]

@@ -1,4 +1,4 @@
-"""From files to tensors: images, videos, and what lies next to them.
+"""From files to tensors: images, videos, and their companions such as masks.
 
 Images are turned upright, scaled and cropped in one pass over what is kept, put on a background where they are
 transparent, and converted to sRGB. Videos are decoded by PyAV, or are folders of frames.
@@ -34,7 +34,7 @@ VIDEOS = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"})
 
 @dataclass(frozen=True)
 class Crop:
-    """Scales an image until it covers a size, and keeps that size of it.
+    """Scales an image until it covers a size, and crops it to that size.
 
     Attributes:
         height: Height of the crop, in pixels.
@@ -51,26 +51,26 @@ class Crop:
     flipped: bool = False
 
     def place(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Returns width and height of an image of this size once it is scaled, and left and top of what is kept."""
+        """Returns width and height of an image of this size after scaling, and left and top of the crop."""
         scale = max(self.width / width, self.height / height)
         wide, high = max(self.width, round(scale * width)), max(self.height, round(scale * height))
         beyond = (wide - self.width) * self.across, (high - self.height) * self.down
         return (wide, high), (int(beyond[0]), int(beyond[1]))
 
     def of(self, image: Image.Image) -> Image.Image:
-        """Returns what is kept of an image."""
+        """Returns the cropped image."""
         (wide, high), (left, top) = self.place(*image.size)
         across, down = image.width / wide, image.height / high
         right = min((left + self.width) * across, image.width)
         bottom = min((top + self.height) * down, image.height)
         box = left * across, top * down, right, bottom
-        kept = image.resize((self.width, self.height), Image.Resampling.LANCZOS, box)
-        return ImageOps.mirror(kept) if self.flipped else kept
+        cropped = image.resize((self.width, self.height), Image.Resampling.LANCZOS, box)
+        return ImageOps.mirror(cropped) if self.flipped else cropped
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Crops, mirroring and changes of captions, which may be sampled anew each time a sample is read.
+    """Crops, mirroring and changes of captions, which may be random each time a sample is read.
 
     Attributes:
         flip: Share of the samples that are mirrored, left and right.
@@ -99,11 +99,11 @@ class Augmentation:
             )
 
     def held_back(self) -> Augmentation:
-        """Returns what becomes of samples that are held back: the same each time."""
+        """Returns the augmentation of validation samples: the same each time."""
         return replace(self, flip=0.0, random_crop=False, shuffle_tags=False, keep_tags=0)
 
     def crop(self, height: int, width: int) -> Crop:
-        """Returns a crop of this size, sampled anew if crops or mirroring are random."""
+        """Returns a crop of this size, sampled if crops or mirroring are random."""
         down, across = torch.rand(2).tolist() if self.random_crop else (0.5, 0.5)
         return Crop(height, width, down, across, bool(self.flip and torch.rand(()) < self.flip))
 
@@ -111,15 +111,15 @@ class Augmentation:
         """Returns a caption with its tags in a sampled order, if they are shuffled, and the trigger."""
         if self.shuffle_tags:
             tags = [tag.strip() for tag in text.split(",")]
-            kept, others = tags[: self.keep_tags], tags[self.keep_tags :]
-            text = ", ".join([*kept, *(others[i] for i in torch.randperm(len(others)))])
+            leading, others = tags[: self.keep_tags], tags[self.keep_tags :]
+            text = ", ".join([*leading, *(others[i] for i in torch.randperm(len(others)))])
         if self.trigger and self.trigger not in text:
             text = f"{self.trigger}, {text}" if text else self.trigger
         return text
 
 
 def to_pixels(image: Image.Image, crop: Crop, background: str = "white") -> Tensor:
-    """Returns what is kept of an image, upright and in sRGB.
+    """Returns a crop of an image, upright and in sRGB.
 
     Args:
         image: Any image of 8 or 16 bits; turned as its EXIF orientation says, and converted to sRGB.
@@ -153,11 +153,11 @@ def to_pixels(image: Image.Image, crop: Crop, background: str = "white") -> Tens
     elif image.mode != "CMYK":
         image = image.convert("L" if is_grey else "RGB")
     # With an alpha channel, colours are weighted by it: those that nobody sees do not bleed into others.
-    kept = crop.of(image)
-    seen = _in_srgb(kept.convert(kept.mode.removesuffix("A")), icc)
-    if "A" in kept.getbands():
+    cropped = crop.of(image)
+    seen = _in_srgb(cropped.convert(cropped.mode.removesuffix("A")), icc)
+    if "A" in cropped.getbands():
         behind = Image.new("RGB", seen.size, background)
-        seen = Image.composite(seen, behind, kept.getchannel("A"))
+        seen = Image.composite(seen, behind, cropped.getchannel("A"))
     return torch.from_numpy(np.asarray(seen).copy()).permute(2, 0, 1).float() / 127.5 - 1
 
 
@@ -193,7 +193,7 @@ def read_sample(
     companions: Mapping[str, tuple[IO[bytes] | Path, str]],
     alpha: bool = False,
 ) -> Sample:
-    """Reads an image and what lies next to it.
+    """Reads an image and its companions.
 
     Args:
         file: File of the image, in any format of PIL.
@@ -284,15 +284,15 @@ def video_size(path: Path) -> tuple[int, int, int]:
 
 
 def too_short(path: Path, there: int, wanted: int) -> DataError:
-    """Returns what is wrong with a video of fewer frames than are wanted."""
+    """Returns the error of a video with fewer frames than needed."""
     return DataError(
         f"{path} has {there} frames, and num_frames={wanted} are wanted (data.num_frames)"
     )
 
 
 def _frames(folder: Path) -> list[Path]:
-    known = Image.registered_extensions()
-    files = (file for file in folder.iterdir() if file.suffix.lower() in known)
+    endings = Image.registered_extensions()
+    files = (file for file in folder.iterdir() if file.suffix.lower() in endings)
     return sorted(files, key=_by_number)
 
 
@@ -336,7 +336,7 @@ def reading(name: str) -> Iterator[None]:
 def require_same_shape(
     image: Image.Image, name: str, condition: Image.Image, its_name: str, kind: str
 ) -> None:
-    """Refuses a condition or mask that would be cut out elsewhere; it may be larger or smaller.
+    """Refuses a condition or mask of another ratio of sides, whose crop would differ.
 
     Args:
         image: Image of a sample.

@@ -46,11 +46,11 @@ class _Epochs(IterableDataset[Batch]):
         self._skipped = self._num_read = 0
 
     def skip_batches(self, count: int) -> None:
-        """Lets epochs that are started from now on begin with a later batch, as a run does that goes on in one."""
+        """Makes later epochs begin with a later batch, for a run that continues in the middle of one."""
         self._skipped = count
 
     def __len__(self) -> int:
-        """Returns the batches of an epoch, over all workers: what a learning rate schedule needs to know."""
+        """Returns the number of batches of an epoch, over all workers, which a learning rate schedule needs."""
         return self._num_batches
 
     def __iter__(self) -> Iterator[Batch]:
@@ -213,7 +213,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         _log.warning("left out (on_error=skip): %s", error)
 
     def _read(self, augmentation: Augmentation, stored: Iterable[Any]) -> Iterator[Sample]:
-        """Makes samples of files, except for those that are left out."""
+        """Yields samples of files, without those that are left out."""
         for files in stored:
             try:
                 yield self._sample(augmentation, files)
@@ -241,8 +241,8 @@ class WebDatasetDataModule(CaptionedDataModule):
         }
         crop, caption = augmentation.crop(h.resolution, h.resolution), augmentation.caption(caption)
         # Not by webdataset, which cuts images of 16 bits off at 255.
-        given = io.BytesIO(files[image]), caption, crop, h.background, f"the image of {where}"
-        sample = read_sample(*given, others, alpha=h.mask == "alpha")
+        arguments = io.BytesIO(files[image]), caption, crop, h.background, f"the image of {where}"
+        sample = read_sample(*arguments, others, alpha=h.mask == "alpha")
         if h.condition in MADE:
             sample["condition"] = MADE[h.condition](sample["image"])
         if self._references:
@@ -253,7 +253,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         return sample
 
     def teardown(self, stage: str) -> None:
-        """Warns how many samples were left out."""
+        """Warns of the number of samples that were left out."""
         if count := int(self._left_out.sum()):
             rank_zero_warn(
                 f"{count} times a sample or the rest of a shard could not be read and was left out (on_error=skip)"

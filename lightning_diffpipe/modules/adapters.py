@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of parts: kept apart in checkpoints, merged into the weights in folders.
+"""Adapters (LoRA) of parts: separate tensors in checkpoints, merged into the weights in folders.
 
     unet.add_adapter(config)       to_q.weight  ->  to_q.base_layer.weight, to_q.lora_A.default.weight, ...
     checkpoint                     these names, and the settings that make such layers again
@@ -33,7 +33,7 @@ TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "q", "k", "v", "o")
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters: what is trained in place of a part's own weights.
+    """Low-rank adapters, which are trained in place of a part's own weights.
 
     Attributes:
         rank: Rank of the adapters.
@@ -129,7 +129,7 @@ def lora_weights(
 
     Args:
         parts: Parts of a pipeline, by their names there.
-        names: Regular expressions, and what replaces them in names, one after the other.
+        names: Regular expressions, and their replacements in names, applied one after the other.
         state: Weights of the module that has the parts, where they are not all here; None for the parts' own.
 
     Raises:
@@ -142,11 +142,11 @@ def lora_weights(
     for name, part in adapted_parts(parts).items():
         adapter = _only_adapter(name, part)
         # Embeddings that were made larger are no adapters, and peft would look for the former config in the hub.
-        own = state and {
+        of_part = state and {
             n.removeprefix(f"{name}."): v for n, v in state.items() if n.startswith(f"{name}.")
         }
-        found = get_peft_model_state_dict(part, own, adapter, save_embedding_layers=False)
-        for key, value in found.items():
+        adapters = get_peft_model_state_dict(part, of_part, adapter, save_embedding_layers=False)
+        for key, value in adapters.items():
             layer, _, kind = key.rpartition(".lora_")
             if not layer or kind.startswith("embedding"):
                 raise ConfigurationError(
@@ -154,8 +154,8 @@ def lora_weights(
                     f"convolutional layers only; {MERGE}"
                 )
             factor = part.get_submodule(layer).scaling[adapter] if kind.startswith("B.") else 1
-            own = key.removeprefix("base_model.model.")  # in what get_peft_model wraps
-            stored = renamed(stored_name(name, own), names or {})
+            key = key.removeprefix("base_model.model.")  # in what get_peft_model wraps
+            stored = renamed(stored_name(name, key), names or {})
             if stored in weights:
                 raise ConfigurationError(
                     f"save_lora_names give two tensors of the LoRA the name {stored}"
@@ -173,8 +173,8 @@ def write_lora(folder: Path, parts: Mapping[str, Any], weights: Mapping[str, Ten
     configs = {}
     for name, part in adapted_parts(parts).items():
         config = part.peft_config[_only_adapter(name, part)].to_dict()
-        own = {"lora_alpha": config["r"], "alpha_pattern": config["rank_pattern"]}
-        config |= own | {"use_rslora": False}
+        scales = {"lora_alpha": config["r"], "alpha_pattern": config["rank_pattern"]}
+        config |= scales | {"use_rslora": False}
         configs |= {f"{name_in_file(name)}.{key}": value for key, value in config.items()}
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(configs, default=sorted)}
     folder.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def write_lora(folder: Path, parts: Mapping[str, Any], weights: Mapping[str, Ten
 
 
 def adapted_parts(parts: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """Returns those of the parts of a pipeline that have adapters."""
+    """Returns the parts of a pipeline that have adapters."""
     return {name: part for name, part in parts.items() if getattr(part, "peft_config", None)}
 
 
@@ -245,7 +245,7 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def settings_of(part: Any) -> dict[str, Any]:
-    """Returns what makes the adapters of a part again, as plain values; nothing if it has none."""
+    """Returns the settings that make the adapters of a part again, as plain values; none if it has no adapters."""
     configs = getattr(part, "peft_config", None)
     # What get_peft_model wraps is of a class that no folder knows; it is refused by that.
     if not isinstance(part, nn.Module) or not configs or hasattr(part, "merge_and_unload"):
@@ -321,17 +321,17 @@ def refuse_others(
         CheckpointError: They are on other layers, or have another rank or scale.
     """
     weights = part.state_dict() if isinstance(part, nn.Module) else {}
-    now, there = (
+    now, then = (
         {key: tuple(value.shape) for key, value in each.items() if ".lora_" in key}
         | {key: layer["scaling"] for key, layer in layers.get("layers", {}).items()}
         for each, layers in ((weights, settings_of(part)), (stored, settings))
     )
-    differing = [key for key in now | there if now.get(key) != there.get(key)]
+    differing = [key for key in now | then if now.get(key) != then.get(key)]
     if differing:
         key = differing[0]
         raise CheckpointError(
             f"the adapters of the {name} are others than those of the checkpoint, by names, shapes or scale: {key} "
-            f"has {now.get(key)} now, {there.get(key)} there. Go on with the settings that they were made with "
+            f"has {now.get(key)} now, {then.get(key)} there. Go on with the settings that they were made with "
             "(lora=Lora(...), in the command model.lora), or save the model of the checkpoint with "
             "save_pretrained(folder), which merges adapters, and add new ones to that"
         )

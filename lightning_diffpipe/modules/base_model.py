@@ -30,7 +30,7 @@ _SAMPLES = 16  # of a tensor
 
 @dataclass(frozen=True)
 class BaseModel:
-    """Where weights are that a checkpoint does not have.
+    """The model that has the weights which a checkpoint leaves out.
 
     Attributes:
         path: A folder, absolute, or a hub id.
@@ -59,18 +59,18 @@ class BaseModel:
             ConfigurationError: There is a path, and it needs none.
             CheckpointError: It was written by an earlier state of this project.
         """
-        found = checkpoint.get(BASE_KEY, {"path": "", "samples": {}})
-        if "samples" not in found:
+        base = checkpoint.get(BASE_KEY, {"path": "", "samples": {}})
+        if "samples" not in base:
             raise CheckpointError(
-                f"the checkpoint leaves weights to {found.get('path')} as earlier states of this project did; save "
+                f"the checkpoint leaves weights to {base.get('path')} as earlier states of this project did; save "
                 "the whole model with the one that wrote it: from_checkpoint(path).save_pretrained(FOLDER)"
             )
-        if path is not None and not found["samples"]:
+        if path is not None and not base["samples"]:
             raise ConfigurationError(
                 f"base={path} is for checkpoints that leave weights to another model, and this one has all of its "
                 "own; leave it out"
             )
-        return cls(found["path"] if path is None else _origin(path), found["samples"])
+        return cls(base["path"] if path is None else _origin(path), base["samples"])
 
     def refuse_folder(self, path: str | Path) -> None:
         """Raises ConfigurationError for a folder to write into, if that is the one with these weights."""
@@ -111,7 +111,7 @@ class BaseModel:
 
 
 def frozen_weights(part: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields those weights of a part that are neither trained nor adapters, under all their names."""
+    """Yields the weights of a part that are neither trained nor adapters, under all their names."""
     if isinstance(part, nn.Module):
         for name, parameter in part.named_parameters(remove_duplicate=False):
             if not parameter.requires_grad and ".lora_" not in name:

@@ -1,4 +1,4 @@
-"""A cascade: a denoiser of small images, and one that draws them larger, both in pixels and conditioned on text.
+"""A cascade: a denoiser of small images, and one that upscales them, both in pixels and conditioned on text.
 
 Both are trained at once, each on a loss of its own. The upscaler sees the training image made small, with noise
 of a random level, which is an input, too (noise-conditioning augmentation): what the base draws later is no more
@@ -82,13 +82,13 @@ class CascadedDiffusion(PartsModule):
         self.freeze_parts()
 
     def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
-        own = {"_class_name": type(self).__name__}
-        return own | {name: [None, None] for name in index if name in ("vae", "transformer")}
+        entries = {"_class_name": type(self).__name__}
+        return entries | {name: [None, None] for name in index if name in ("vae", "transformer")}
 
     # ------------------------------------------------------------------ training
 
     def require_size(self, height: int, width: int) -> None:
-        """Raises ConfigurationError unless images of a size, in pixels, are what the upscaler draws."""
+        """Raises ConfigurationError unless images have the size, in pixels, that the upscaler samples."""
         if {height, width} != {self._pixels(self.upscaler)}:
             raise ConfigurationError(
                 f"the upscaler draws {self._pixels(self.upscaler)} pixels, but images have {width}; "
@@ -130,7 +130,7 @@ class CascadedDiffusion(PartsModule):
     def _upscaler_inputs(
         self, small: Tensor, level: Tensor, noise: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the small image with noise, as large as the upscaler draws, and the level of the noise."""
+        """Returns the small image with noise, enlarged to the upscaler's size, and the level of the noise."""
         spread = level.view(-1, 1, 1, 1)
         noisy = (1 - spread.square()).sqrt() * small + spread * noise
         size = (self._pixels(self.upscaler),) * 2
@@ -162,7 +162,7 @@ class CascadedDiffusion(PartsModule):
         return F.pixel_unshuffle(images, _patch(denoiser.config))
 
     def _pixels(self, denoiser: UNet2DConditionModel) -> int:
-        """Returns the width of the images that a denoiser draws."""
+        """Returns the width, in pixels, of the images of a denoiser."""
         return denoiser.config.sample_size * _patch(denoiser.config)
 
     # ------------------------------------------------------------------ sampling
@@ -177,15 +177,15 @@ class CascadedDiffusion(PartsModule):
         noise_level: float = 0.1,
         small: Tensor | None = None,
     ) -> Tensor:
-        """Draws one image per prompt: first the base, then the upscaler.
+        """Samples one image per prompt: first the base, then the upscaler.
 
         Args:
-            prompts: What to draw.
+            prompts: Texts, one for each image.
             num_inference_steps: Denoising steps of each.
             guidance_scale: Strength of classifier-free guidance; 1 for none.
             generator: Of all noise; its device may be another.
-            noise_level: Of the noise added to what the base has drawn, in [0, 1]; CDM tries several after training.
-            small: What to draw larger, `(len(prompts), 3, h, w)` in [0, 1]; drawn by the base if not given.
+            noise_level: Level of the noise added to the base's images, in [0, 1]; CDM tries several after training.
+            small: Images to upscale, `(len(prompts), 3, h, w)` in [0, 1]; sampled by the base if not given.
 
         Returns:
             `(len(prompts), 3, H, W)` in [0, 1].
@@ -203,7 +203,7 @@ class CascadedDiffusion(PartsModule):
             conditions = tuple(torch.cat([each] * twice) for each in conditions)
             patch = _patch(denoiser.config)
             start = noise(self._pixels(denoiser))
-            found = denoised(
+            patches = denoised(
                 self.scheduler,
                 F.pixel_unshuffle(start, patch),
                 lambda noisy, t: self._predict(denoiser, noisy, t, states, tokens, *conditions),
@@ -211,7 +211,7 @@ class CascadedDiffusion(PartsModule):
                 guidance_scale,
                 generator,
             )
-            return F.pixel_shuffle(found, patch).clamp(-1, 1)
+            return F.pixel_shuffle(patches, patch).clamp(-1, 1)
 
         with self.evaluating():
             states = text_states(self.text_encoder, tokens)
@@ -256,7 +256,7 @@ def _check_denoiser(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _check_cascade(configs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises ConfigurationError unless both denoisers can be, and draw one image together."""
+    """Raises ConfigurationError unless both denoisers can be trained, and fit each other's images."""
     for name, config in configs.items():
         _check_denoiser(name, config)
     colors = {name: _colors(config) for name, config in configs.items()}

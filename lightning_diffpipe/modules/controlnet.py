@@ -35,7 +35,7 @@ _EMBEDDING = (16, 32, 96, 256)  # channels of the condition on its way down to t
 class ControlNetDiffusion(LatentDiffusion):
     """A ControlNet in training on a locked latent diffusion model, and a plain sampler.
 
-    Batches have a `condition` besides `image` and `caption`: `(B, 3, H, W)` in [0, 1], of the size of the images.
+    Batches have a `condition`, next to `image` and `caption`: `(B, 3, H, W)` in [0, 1], of the size of the images.
     The data modules of this package add one (`condition="edges"`, or images of your own).
 
     Parts and settings are those of `LatentDiffusion`, whose U-Net is locked, and:
@@ -102,7 +102,7 @@ class ControlNetDiffusion(LatentDiffusion):
 
         Raises:
             ConfigurationError: There is no such folder.
-            CheckpointError: That of the ControlNet lacks weights.
+            CheckpointError: The folder of the ControlNet lacks weights.
         """
         if isinstance(controlnet, (str, Path)):
             try:
@@ -113,18 +113,18 @@ class ControlNetDiffusion(LatentDiffusion):
                     "a hub model on this machine; check controlnet, or allow downloads (offline=false on the "
                     f"command line). The reason: {str(error).strip()}"
                 ) from error
-        given = {} if controlnet is None else {"controlnet": controlnet}
-        return super().from_pretrained(path, **given, **kwargs)
+        parts = {} if controlnet is None else {"controlnet": controlnet}
+        return super().from_pretrained(path, **parts, **kwargs)
 
     def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
-        own = super()._replaced(index)
-        name = own["_class_name"]
-        return own | {"_class_name": _WITH_CONTROLNET.get(name, name)}
+        entries = super()._replaced(index)
+        name = entries["_class_name"]
+        return entries | {"_class_name": _WITH_CONTROLNET.get(name, name)}
 
     def denoise(
         self, noisy: Tensor, timesteps: Tensor, states: Tensor, mask: Tensor, **conditions: Tensor
     ) -> Tensor:
-        """Predicts as that of `LatentDiffusion`, with the ControlNet's residuals in the U-Net.
+        """Predicts as `LatentDiffusion.denoise`, with the ControlNet's residuals in the U-Net.
 
         Conditions are `condition`, `(B, 3, H, W)` in [0, 1]. The mask is for the U-Net, as ControlNets take none.
         """
@@ -169,17 +169,17 @@ class ControlNetDiffusion(LatentDiffusion):
         generator: torch.Generator | None = None,
         condition: Tensor | None = None,
     ) -> Tensor:
-        """Draws one image per prompt and condition, of the condition's size, as that of `LatentDiffusion`.
+        """Samples one image per prompt and condition, of the condition's size, as `LatentDiffusion.sample`.
 
         Guidance sees the condition, `(len(prompts), 3, H, W)` in [0, 1], with and without the prompt.
 
         Raises:
             ConfigurationError: There is no condition, or not one for each prompt.
         """
-        there = 0 if condition is None else len(condition)
-        if condition is None or there != len(prompts):
+        count = 0 if condition is None else len(condition)
+        if condition is None or count != len(prompts):
             raise ConfigurationError(
-                f"{len(prompts)} prompts and {there} conditions: a ControlNet draws each prompt to a condition. "
+                f"{len(prompts)} prompts and {count} conditions: a ControlNet draws each prompt to a condition. "
                 "Give condition=(len(prompts), 3, H, W) in [0, 1]; images drawn while training take captions and "
                 "conditions of the data where no prompts are named (callbacks.samples.prompts=null)"
             )
@@ -202,10 +202,10 @@ def _check_controlnet(
             "whose training_step calls it; the strategy runs it unchanged"
         )
     for key in _COPIED:
-        own, its = _plain(controlnet.config[key]), _plain(unet.config[key])
-        if own != its:
+        value, base = _plain(controlnet.config[key]), _plain(unet.config[key])
+        if value != base:
             raise ConfigurationError(
-                f"this ControlNet was made for another U-Net: its {key} is {own}, and that of this U-Net {its}"
+                f"this ControlNet was made for another U-Net: its {key} is {value}, and that of this U-Net {base}"
             )
     channels = controlnet.config.conditioning_embedding_out_channels
     if len(channels) != vae_levels:

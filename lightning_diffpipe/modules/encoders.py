@@ -1,4 +1,4 @@
-"""What a denoiser needs first: token tensors of captions.
+"""Token tensors of captions, the first input of a denoiser.
 
 Captions have one fixed length, because every microbatch must have the same shapes: padding to the longest caption
 of a batch would give stages boundaries that change from batch to batch.
@@ -49,7 +49,7 @@ def tokenize(
 
 
 def attention_bias(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turns a token mask into what is added to attention scores.
+    """Turns a token mask into the bias that is added to attention scores.
 
     transformers would do so itself, but first looks whether any token is padding: that waits for the
     device, and makes the course of the computation depend on the captions.

@@ -86,7 +86,7 @@ def latent_size(
         )
     default = tuple(trained) if isinstance(trained, list | tuple) else (trained, trained)
     scale = 2 ** (len(vae["block_out_channels"]) - 1)
-    unit, found = scale * patch, []
+    unit, sizes = scale * patch, []
     for name, pixels, rows in (("height", height, default[0]), ("width", width, default[1])):
         if pixels is not None and (pixels < unit or pixels % unit):
             by = f"the autoencoder and patches of {patch} shrink"
@@ -96,8 +96,8 @@ def latent_size(
                 f"{name}={pixels} is no multiple of {unit}, by which {by} images; take "
                 + " or ".join(map(str, near))
             )
-        found.append(rows if pixels is None else pixels // scale)
-    return found[0], found[1]
+        sizes.append(rows if pixels is None else pixels // scale)
+    return sizes[0], sizes[1]
 
 
 class LatentDiffusion(PartsModule):
@@ -115,7 +115,7 @@ class LatentDiffusion(PartsModule):
         train_text_encoder: Train the text encoder along.
         optimization: Optimizer and learning rate.
         lora: Train adapters in place of the weights of the denoiser, and of text encoders that are trained.
-        noise: Which times are trained how often, and how much they count.
+        noise: Distribution of the trained times, and their weights in the loss.
         self_conditioning: Share of the microbatches whose denoiser is given an estimate of its own, 0.5 for
             example; it then has twice as many input channels as latents have. None: it is given noisy latents only.
 
@@ -148,8 +148,8 @@ class LatentDiffusion(PartsModule):
         self.save_hyperparameters("caption_dropout", "train_text_encoder", "self_conditioning")
         self.self_conditioning = self_conditioning
         if (unet is None) == (transformer is None):
-            given = "neither" if unet is None else "both"
-            raise ConfigurationError(f"give either unet or transformer; {given} was given")
+            count = "neither" if unet is None else "both"
+            raise ConfigurationError(f"give either unet or transformer; {count} was given")
         name, denoiser = ("unet", unet) if unet is not None else ("transformer", transformer)
         config = getattr(denoiser, "config", {})
         if name == "transformer" and not hasattr(config, "use_additional_conditions"):
@@ -198,20 +198,20 @@ class LatentDiffusion(PartsModule):
         Raises:
             ConfigurationError: There is no such folder, or nothing here can train it.
         """
-        given = {"call": dict(call)} if call else {}
+        arguments = {"call": dict(call)} if call else {}
         further: dict[str, Any] = {"condition_dropout": condition_dropout, "expert": expert}
         further |= {"image_noise": image_noise, "pipeline_class": pipeline_class}
-        given |= {name: value for name, value in further.items() if value is not None}
+        arguments |= {name: value for name, value in further.items() if value is not None}
         if cls is LatentDiffusion:
             index = read_index(str(path))
             # Pipelines of diffusers with other parts than these are for their own call.
             classes = {n: entry[1] for n, entry in index.items() if isinstance(entry, list)}
             names = {name: [kind.__name__ for kind in kinds] for name, kinds in _DENOISERS.items()}
-            knows = any(classes.get(name) in known for name, known in names.items())
+            knows = any(classes.get(name) in trained for name, trained in names.items())
             is_plain = knows and classes.get("text_encoder") and not classes.get("text_encoder_2")
             if hasattr(diffusers, str(index.get("_class_name"))) and not is_plain:
-                return PipelineDiffusion.from_pretrained(path, **given, **kwargs)  # type: ignore[return-value]
-        for name, value in given.items():
+                return PipelineDiffusion.from_pretrained(path, **arguments, **kwargs)  # type: ignore[return-value]
+        for name, value in arguments.items():
             raise ConfigurationError(
                 f"{name}={value} is for pipelines that are trained by their own call; {path} is trained by "
                 f"{cls.__name__}'s step: leave it out, or use PipelineDiffusion.from_pretrained"
@@ -220,18 +220,18 @@ class LatentDiffusion(PartsModule):
 
     @classmethod
     def _check_outlines(cls, outlines: Mapping[str, PartOutline]) -> None:
-        for name, known in _DENOISERS.items():
+        for name, classes in _DENOISERS.items():
             if (outline := outlines.get(name)) is not None:
-                if not issubclass(outline.cls, known):
+                if not issubclass(outline.cls, classes):
                     raise ConfigurationError(_other_denoiser(name, outline.cls))
                 _check_conditions(outline.config)
                 _check_channels(outline.config, outlines["vae"].config)
 
     def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
         name = self.pipeline_index.get("_class_name", "LatentDiffusion")
-        own = {"_class_name": WITHOUT_CONTROLNET.get(name, name)}
+        entries = {"_class_name": WITHOUT_CONTROLNET.get(name, name)}
         absent = (*_DENOISERS, "controlnet")
-        return own | {name: [None, None] for name in absent if name in index}
+        return entries | {name: [None, None] for name in absent if name in index}
 
     @property
     def denoiser(self) -> UNet2DConditionModel | PixArtTransformer2DModel:
@@ -287,7 +287,7 @@ class LatentDiffusion(PartsModule):
             states: Text states, `(B, L, D)`.
             mask: 1 where there is a token, `(B, L)`.
             estimate: Clean latents as they were estimated before, with self-conditioning; zeros if not given.
-            conditions: What else the denoiser takes.
+            conditions: Further arguments of the denoiser.
 
         Returns:
             fp32, `(B, C, h, w)`.
@@ -304,11 +304,12 @@ class LatentDiffusion(PartsModule):
                 numbers = numbers.to(noisy.device, non_blocking=True).expand(len(noisy), 3)
                 size = numbers[:, :2], numbers[:, 2:]
             kwargs["added_cond_kwargs"] = {"resolution": size[0], "aspect_ratio": size[1]}
-        given = noisy
+        inputs = noisy
         if self.self_conditioning is not None:
-            given = torch.cat([noisy, torch.zeros_like(noisy) if estimate is None else estimate], 1)
+            estimate = torch.zeros_like(noisy) if estimate is None else estimate
+            inputs = torch.cat([noisy, estimate], 1)
         prediction = self.denoiser(
-            given.to(self.denoiser.dtype),
+            inputs.to(self.denoiser.dtype),
             timestep=timesteps,
             encoder_hidden_states=states.to(self.denoiser.dtype),
             **kwargs,
@@ -350,7 +351,7 @@ class LatentDiffusion(PartsModule):
         return self.noise_schedule.losses(corrupted, prediction, batch)
 
     def _conditions(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Returns what the denoiser is given of a batch besides captions, a row for each sample; for subclasses."""
+        """Returns further arguments of the denoiser from a batch, a row for each sample; for subclasses."""
         return {}
 
     @torch.no_grad()
@@ -363,10 +364,10 @@ class LatentDiffusion(PartsModule):
         height: int | None = None,
         width: int | None = None,
     ) -> Tensor:
-        """Draws one image per prompt, in this process; `Predictor` does it with several.
+        """Samples one image per prompt, in this process; `Predictor` does it with several.
 
         Args:
-            prompts: What to draw.
+            prompts: Texts, one for each image.
             num_inference_steps: Denoising steps.
             guidance_scale: Strength of classifier-free guidance; 1 for none.
             generator: Of the start noise (and of a stochastic scheduler); its device may be another.
@@ -416,7 +417,7 @@ class LatentDiffusion(PartsModule):
         return latent_size(self.vae.config, self.denoiser.config, height, width)
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[Image.Image]:
-        """Draws the captions of a batch: `trainer.predict(module, prompts)`.
+        """Samples the captions of a batch: `trainer.predict(module, prompts)`.
 
         Each rank draws all prompts of its pipeline alone, and pipelines side by side (`data_parallel`) draw a share
         each; `Predictor.from_module(module, "pipefusion")` draws every prompt with all ranks.
@@ -495,9 +496,9 @@ def as_pil(images: Tensor) -> list[Image.Image]:
 
 
 def _other_denoiser(name: str, cls: type) -> str:
-    known = "U-Nets of Stable Diffusion 1 and 2" if name == "unet" else "PixArt transformers"
+    trained = "U-Nets of Stable Diffusion 1 and 2" if name == "unet" else "PixArt transformers"
     return (
-        f"LatentDiffusion trains {known}; this is a {cls.__name__}. Write a LightningModule whose training_step "
+        f"LatentDiffusion trains {trained}; this is a {cls.__name__}. Write a LightningModule whose training_step "
         "calls it; the strategy runs it unchanged"
     )
 
@@ -517,21 +518,21 @@ def _check_channels(
     denoiser: Mapping[str, Any], vae: Mapping[str, Any], *self_conditioning: float | None
 ) -> None:
     """Refuses other input channels than those of latents, or twice as many with self-conditioning."""
-    takes, there = denoiser.get("in_channels", 4), vae.get("latent_channels", 4)
-    wanted = [there if share is None else 2 * there for share in self_conditioning]
-    if takes in (wanted or [there, 2 * there]):
+    takes, has = denoiser.get("in_channels", 4), vae.get("latent_channels", 4)
+    allowed = [has if share is None else 2 * has for share in self_conditioning]
+    if takes in (allowed or [has, 2 * has]):
         return
-    if takes == there:
+    if takes == has:
         raise ConfigurationError(
-            f"self_conditioning={self_conditioning[0]} needs {2 * there} input channels, {there} for noisy latents "
-            f"and {there} for an estimate of clean ones, and this denoiser has {takes}. Build it with in_channels="
-            f"{2 * there} and train it from nothing, or leave self_conditioning out"
+            f"self_conditioning={self_conditioning[0]} needs {2 * has} input channels, {has} for noisy latents "
+            f"and {has} for an estimate of clean ones, and this denoiser has {takes}. Build it with in_channels="
+            f"{2 * has} and train it from nothing, or leave self_conditioning out"
         )
     also = (
-        ", or give self_conditioning if it has been trained with that" if takes == 2 * there else ""
+        ", or give self_conditioning if it has been trained with that" if takes == 2 * has else ""
     )
     raise ConfigurationError(
-        f"this denoiser takes {takes} channels, and latents of the autoencoder have {there}: models for "
+        f"this denoiser takes {takes} channels, and latents of the autoencoder have {has}: models for "
         "inpainting, depth or upscaling are given images besides, and LatentDiffusion has none. Write a "
         f"LightningModule whose training_step gives them; the strategy runs it unchanged{also}"
     )

@@ -1,4 +1,4 @@
-"""How a clean latent is made noisy, and what the denoiser shall predict from it.
+"""Noise schedules for training: noisy latents, and the target that the denoiser predicts from them.
 
 | prediction | noisy latent | target | source |
 |---|---|---|---|
@@ -37,7 +37,7 @@ LOSS_BY_TIME = "loss_by_time_"
 
 @dataclass(frozen=True)
 class Noise:
-    """Settings of noise and loss: how often each time is trained, how much it counts, and which errors.
+    """Settings of noise and loss: the distribution of the trained times, their weights, and the error function.
 
     Attributes:
         min_snr_gamma: Losses of epsilon and v count as if their signal-to-noise ratio were at most this, often 5.
@@ -173,7 +173,7 @@ class Noise:
         return self._pyramid(noise, generator) if self.pyramid_levels else noise
 
     def _pyramid(self, noise: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Adds coarser noise, to each frame of videos; how much coarser is drawn, but for validation."""
+        """Adds coarser noise, to each frame of videos; its scales are random, but for validation."""
         if noise.ndim < 4:
             raise ConfigurationError(
                 f"pyramid_levels={self.pyramid_levels} is for latents with rows and columns; these are "
@@ -207,11 +207,11 @@ def _normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | Non
 
 
 class _Schedule:
-    """What both kinds have in common."""
+    """Base class of both kinds of noise schedule."""
 
     noise: Noise
     num_timesteps: int
-    num_quantiles = 0  # of the timesteps, whose losses are summed apart
+    num_quantiles = 0  # of the timesteps, with one sum of losses each
 
     def noise_by_signal(self, timesteps: Tensor) -> Tensor:
         """Returns the deviation of the noise by the signal's at timesteps, `(B,)`; infinite for pure noise."""
@@ -229,8 +229,8 @@ class _Schedule:
         small subject is trained as much as a large one. Samples count by their times, too (see `Noise`).
 
         Args:
-            corrupted: What the denoiser was given.
-            prediction: What it made of it, of the same shape.
+            corrupted: Noisy latents that the denoiser was given, with their target.
+            prediction: Output of the denoiser, of the shape of the target.
             batch: May have `weight`, `(B,)`, and `mask`, `(B, 1, H, W)` in [0, 1], averaged over a latent's pixels.
         """
         batch, difference = batch or {}, prediction - corrupted.target
@@ -283,11 +283,10 @@ class FlowMatching(_Schedule):
     """Straight lines from data to noise; times are multiples of one over the number of timesteps, shifted.
 
     Attributes:
-        num_timesteps: What the denoiser is told at `t = 1`.
+        num_timesteps: Timestep that the denoiser is given at `t = 1`.
         shift: Times are `shift * t / (1 + (shift - 1) * t)`.
-        noise: Which times are drawn how often, and how they count.
-        line: Two points, as numbers of tokens and logarithms of the shift, of the line on which the shift lies
-            instead.
+        noise: Distribution of the trained times, and their weights in the loss.
+        line: Two points, numbers of tokens and logarithms of the shift, of a line that gives the shift instead.
     """
 
     num_timesteps: int = 1000
@@ -335,7 +334,7 @@ class FlowMatching(_Schedule):
         )
 
     def share_of(self, span: Span, shape: Sequence[int]) -> float:
-        """Returns the share of all times that is drawn from a span, for latents of a shape."""
+        """Returns the probability that a sampled time is in a span, for latents of a shape."""
         low, high = self._steps_of(span, shape)[1]
         return high - low
 
@@ -347,7 +346,7 @@ class FlowMatching(_Schedule):
         return math.exp(low + (high - low) * (num_tokens - least) / (most - least))
 
     def _steps_of(self, span: Span, shape: Sequence[int]) -> tuple[range, tuple[float, float]]:
-        """Returns the indices of timesteps in a span, and the quantiles between which they are drawn."""
+        """Returns the indices of timesteps in a span, and the quantiles between which they are sampled."""
         count, shift = self.num_timesteps, self._shift_of(shape)
         times = [1 - i / count for i in range(count)]
         # Rounded, as the end of a span may be a timestep itself: 0.7, shifted by 3, is 0.875.
@@ -373,7 +372,7 @@ class Diffusion(_Schedule):
     Attributes:
         alphas_cumprod: Cumulated alphas, falling, fp32, `(num time steps,)`.
         predicts_v: Whether the target is v rather than epsilon.
-        noise: How times count, and how noise is drawn.
+        noise: Weights of times in the loss, and distribution of the noise.
     """
 
     alphas_cumprod: Tensor
@@ -458,7 +457,7 @@ def noise_schedule_of(scheduler: SchedulerMixin, noise: Noise | None = None) -> 
                     f"{name}={value} weighs losses of epsilon and v, but this is flow matching "
                     f"({type(scheduler).__name__}); leave it out, and choose times by logit_mean and logit_std"
                 )
-        # Some may be told another than that of their config. One by the size drawn diffusers' scripts leave out.
+        # Some take another shift than their config's. diffusers' training scripts leave out the one by image size.
         shift = config.get("shift", config.get("flow_shift", 1.0))
         shift = scheduler.shift if hasattr(type(scheduler), "shift") else shift
         shift = 1.0 if config.get("use_dynamic_shifting") else shift

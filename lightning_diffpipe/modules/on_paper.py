@@ -76,7 +76,7 @@ def read_configs(path: str) -> Configs:
 
 
 class Values(TorchDispatchMode):
-    """Lets integers and truth values on the meta device be read, as far as they follow from known ones.
+    """Keeps the values of integers and truth values on the meta device, as far as they follow from known ones.
 
     Other numbers that are copied to the host, such as statistics of an autoencoder's latents, become ones.
     """
@@ -94,8 +94,8 @@ class Values(TorchDispatchMode):
                 return False  # whether an image has other numbers than it may have
         if func is aten.nonzero.default and args[0] in self._known:
             with _disable_current_modes():
-                found = self._known[args[0]].nonzero()
-            return self._on_meta(found)
+                places = self._known[args[0]].nonzero()
+            return self._on_meta(places)
         if func is aten.index.Tensor:
             args = (args[0], [i for each in args[1] for i in self._by_numbers(each)])
         if func is aten._to_copy.default and args[0].is_meta:
@@ -103,14 +103,14 @@ class Values(TorchDispatchMode):
             if place.type != "meta":
                 with _disable_current_modes():
                     kind = {"dtype": kwargs.get("dtype") or args[0].dtype, "device": place}
-                    known = self._known.get(args[0])
-                    return torch.ones(args[0].shape, **kind) if known is None else known.to(**kind)
+                    value = self._known.get(args[0])
+                    return torch.ones(args[0].shape, **kind) if value is None else value.to(**kind)
         out = func(*args, **kwargs)
         self._note(func, args, kwargs, pytree.tree_leaves(out))
         return out
 
     def _by_numbers(self, index: Tensor | None) -> Sequence[Tensor | None]:
-        """Returns the entries in the place of truth values, whose number would not be known on the meta device."""
+        """Returns indices in place of a mask, the number of whose entries would not be known on the meta device."""
         is_mask = index is not None and index.dtype == torch.bool and index in self._known
         if not is_mask:
             return [index]
@@ -123,12 +123,13 @@ class Values(TorchDispatchMode):
         return meta
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], outs: Sequence[Any]) -> None:
-        made = [x for x in outs if isinstance(x, Tensor) and x.is_meta]
-        if not any(not x.is_floating_point() and x.numel() <= _MOST_VALUES for x in made):
+        """Computes small outputs of integers and truth values again on the host, if all inputs are known there."""
+        on_meta = [x for x in outs if isinstance(x, Tensor) and x.is_meta]
+        if not any(not x.is_floating_point() and x.numel() <= _MOST_VALUES for x in on_meta):
             return
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not all(x.device.type == "cpu" or x in self._known for x in given):
-            for x in made:
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not all(x.device.type == "cpu" or x in self._known for x in inputs):
+            for x in on_meta:
                 self._known.pop(x, None)
             return
         value = lambda x: self._known[x] if x.is_meta else x
@@ -166,7 +167,7 @@ class BlankTokenizer:
         )
 
     def apply_chat_template(self, conversation: Any, tokenize: bool = True, **options: Any) -> Any:
-        """Gives what a call gives for one conversation or several; no text."""
+        """Returns the output of a call for one or several conversations; without `tokenize` an empty text."""
         chats = conversation if isinstance(conversation[0], list) else [conversation]
         return self(chats, **options) if tokenize else ""
 
@@ -187,7 +188,7 @@ def _module(cls: Any, config: Mapping[str, Any], dtype: torch.dtype, device: Any
 
 
 def _other_part(cls: Any, config: Mapping[str, Any], path: str, name: str) -> Any:
-    """Makes a scheduler, tokenizer or image processor; None in the place of what is not asked for in training."""
+    """Makes a scheduler, tokenizer or image processor; None for a part that training does not call."""
     if name.startswith("tokenizer"):
         if any((Path(path) / name).glob("[!t]*")):  # a vocabulary
             return cls.from_pretrained(path, subfolder=name)
@@ -221,9 +222,9 @@ class OnPaper:
     Args:
         path: A diffusers folder, or the name of a well-known model.
         dtype: Of weights, gradients and activations.
-        configs: Its configurations, in place of those that are read.
+        configs: Its configurations; None reads them.
         call: Further arguments of the pipeline's call.
-        device: Where weights are: without memory by default, else with random values.
+        device: Device of the weights: meta by default, without memory; else they have random values.
         lora: Adapters that are trained in place of the denoiser's weights.
         quantization: Of frozen linear layers, as of `PipelineDiffusion.from_pretrained`.
         expert: As in `PipelineDiffusion`.
@@ -233,7 +234,7 @@ class OnPaper:
     Attributes:
         module: The model in training.
         denoiser: Name of the denoiser among its parts.
-        size: Height, width and number of frames that the pipeline draws unless it is asked for others.
+        size: Height and width in pixels and number of frames that the pipeline samples by default.
 
     Raises:
         ConfigurationError: The model cannot be trained by its pipeline's own call, or not without values.
@@ -270,10 +271,10 @@ class OnPaper:
         self.with_reference = with_reference or configs["model_index"].get("with_reference", False)
         self.module: PartsModule
         if "controlnet" in parts:
-            own = inspect.signature(ControlNetDiffusion).parameters
+            parameters = inspect.signature(ControlNetDiffusion).parameters
             if lora is not None:
                 raise ConfigurationError("a ControlNet is trained as a whole; leave lora_rank out")
-            self.module = ControlNetDiffusion(**{n: p for n, p in parts.items() if n in own})
+            self.module = ControlNetDiffusion(**{n: p for n, p in parts.items() if n in parameters})
             self.denoiser = "unet"
             side = 8 * self.module.unet.config.sample_size
             self.size = {"height": side, "width": side, "num_frames": 1}
@@ -325,8 +326,8 @@ class OnPaper:
         step.run(draw, torch.ones(1), [step.neutral], shown, parts, nothing, nothing)
         encoded = module.encode(torch.zeros(1, 3, 64, 64, device=self.device))
         rows, columns = (64 // side for side in encoded.shape[-2:])
-        known = inspect.signature(type(module.pipeline).__call__).parameters
-        frames = getattr(known.get("num_frames"), "default", 1)
+        parameters = inspect.signature(type(module.pipeline).__call__).parameters
+        frames = getattr(parameters.get("num_frames"), "default", 1)
         height, width = shapes[0][-2] * rows, shapes[0][-1] * columns
         return {"height": height, "width": width, "num_frames": frames or 1}
 
@@ -351,7 +352,7 @@ class OnPaper:
 
 @dataclass(frozen=True)
 class ModelOnPaper:
-    """What to model, as a value: nothing is done before `profile()`.
+    """A description of the model to profile: nothing is done before `profile()`.
 
     Args:
         path: A diffusers folder, of which configuration files are read, or the name of a well-known model.
@@ -401,7 +402,7 @@ class ModelOnPaper:
             ConfigurationError: The step cannot be run without values.
         """
         device, verbosity = device_named(self.device), diffusers.utils.logging.get_verbosity()
-        diffusers.utils.logging.set_verbosity_error()  # nobody draws with these pipelines
+        diffusers.utils.logging.set_verbosity_error()  # these pipelines sample no images
         try:
             path = str(self.path)
             lora = None if self.lora_rank is None else Lora(self.lora_rank)

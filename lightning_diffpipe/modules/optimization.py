@@ -23,20 +23,20 @@ Decay = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynom
 
 @dataclass(frozen=True)
 class Optimization:
-    """How a module is optimized.
+    """Settings of a module's optimizer.
 
     Attributes:
         lr: Highest learning rate.
         betas: Averaging factors, of optimizers that take two.
         weight_decay: Weight decay, of optimizers that take it.
         warmup_steps: Steps in which the learning rate rises from zero.
-        decay: How the learning rate falls at the end.
+        decay: Shape of the learning rate's decay at the end.
         decay_share: Share of all steps, at the end, in which it falls; 1 right after the warm-up.
         final_share: Learning rate of the last step, as a share of `lr`.
         num_cycles: Times that it falls, with `decay="cosine_with_restarts"`.
-        power: Of what is left of the fall, with `decay="polynomial"`.
+        power: Exponent of the remaining share of the decay, with `decay="polynomial"`.
         optimizer: A class, or a `partial` of one, whose arguments win over those above; None for torch's AdamW.
-        groups: By regular expressions, what is otherwise for parameters in whose names they are found, such as
+        groups: Other settings, by regular expressions, of parameters in whose names these are found, such as
             `{"text_encoder": {"lr": 1e-6}}`; the first one that is found counts.
 
     Raises:
@@ -74,13 +74,13 @@ class Optimization:
                 )
 
     def _made(self, groups: list[dict[str, Any]], name: str = "optimizer") -> Optimizer:
-        """Builds the optimizer; what it refuses is said of the setting of a name."""
+        """Builds the optimizer; its errors begin with the name of the setting."""
         make = self.optimizer or torch.optim.AdamW
-        made, fixed = (make.func, make.keywords) if isinstance(make, partial) else (make, {})
-        own = {"lr": self.lr, "betas": tuple(self.betas), "weight_decay": self.weight_decay}
-        taken = inspect.signature(made).parameters
+        cls, fixed = (make.func, make.keywords) if isinstance(make, partial) else (make, {})
+        settings = {"lr": self.lr, "betas": tuple(self.betas), "weight_decay": self.weight_decay}
+        free = inspect.signature(cls).parameters.keys() - fixed
         try:
-            return make(groups, **{n: v for n, v in own.items() if n in taken and n not in fixed})
+            return make(groups, **{n: v for n, v in settings.items() if n in free})
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"{name}: {error}") from error
 
@@ -104,15 +104,15 @@ class Optimization:
         except (RuntimeError, NotImplementedError, AssertionError):  # made for GPUs alone
             return 2.0
         tensors = [each for each in optimizer.state[weight].values() if isinstance(each, Tensor)]
-        kept = sum(plain.nbytes for each in tensors for plain in plain_tensors(each))
-        return round(kept / weight.nbytes, 2)
+        num_bytes = sum(plain.nbytes for each in tensors for plain in plain_tensors(each))
+        return round(num_bytes / weight.nbytes, 2)
 
     def may_be_shared(self) -> bool:
         """Returns whether ranks may share the optimizer's states, by steps of small parameters on the host."""
         return may_be_divided(self._tried())
 
     def may_be_offloaded(self) -> bool:
-        """Returns whether the optimizer's states may lie in host memory, likewise."""
+        """Returns whether the optimizer's states may be in host memory, likewise."""
         return may_be_offloaded(self._tried())
 
     def _tried(self) -> Optimizer:
@@ -134,7 +134,7 @@ class Optimization:
         return warmup * (self.final_share + (1 - self.final_share) * falling)
 
     def parameter_groups(self, module: nn.Module) -> list[dict[str, Any]]:
-        """Returns the parameters that ask for gradients, by the first of `groups` in whose pattern they are.
+        """Returns the trained parameters, each in the first of `groups` whose pattern is in its name.
 
         Raises:
             ConfigurationError: Nothing is trained, or nothing that a pattern is found in.
@@ -143,22 +143,22 @@ class Optimization:
         if not trained:
             raise ConfigurationError(f"{type(module).__name__} has no trainable parameter")
         groups = self.groups or {}
-        found: dict[str, list[nn.Parameter]] = {pattern: [] for pattern in (*groups, "")}
+        members: dict[str, list[nn.Parameter]] = {pattern: [] for pattern in (*groups, "")}
         for name, parameter in trained.items():
             try:
-                found[next(each for each in found if re.search(each, name))].append(parameter)
+                members[next(each for each in members if re.search(each, name))].append(parameter)
             except re.error as error:
                 raise ConfigurationError(
                     f"groups: {error.pattern!r} is no regular expression: {error}"
                 ) from error
-        if unused := [pattern for pattern in groups if not found[pattern]]:
+        if unused := [pattern for pattern in groups if not members[pattern]]:
             raise ConfigurationError(
                 f"groups: {unused[0]!r} is in the name of no parameter that is trained and in no group before; "
                 f"names are such as {', '.join(list(trained)[:: max(1, len(trained) // 3)][:3])}"
             )
         return [
             {"params": parameters, **groups.get(pattern, {})}
-            for pattern, parameters in found.items()
+            for pattern, parameters in members.items()
             if parameters
         ]
 

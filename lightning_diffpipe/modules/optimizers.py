@@ -23,7 +23,7 @@ from lightning_diffpipe.errors import ConfigurationError, require_number
 
 
 def _loss_of(closure: Callable[[], float] | None) -> float | None:
-    """Calls what makes gradients, if an optimizer is given it."""
+    """Calls the closure that computes gradients, if an optimizer is given one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -59,8 +59,8 @@ class _DistanceAdapted(Optimizer):
         self, params: Iterable[Any], lr: float, d0: float, growth_rate: float, **settings: Any
     ) -> None:
         require_number("d0", d0, above=0)
-        found = {"d0": d0, "d": d0, "d_numerator": 0.0, "k": 0}
-        super().__init__(params, {"lr": lr, "growth_rate": growth_rate, **settings, **found})
+        estimate = {"d0": d0, "d": d0, "d_numerator": 0.0, "k": 0}
+        super().__init__(params, {"lr": lr, "growth_rate": growth_rate, **settings, **estimate})
         for group in self.param_groups:
             if group["lr"] not in (0, lr) or 0 < lr < 1e-2:
                 raise ConfigurationError(
@@ -86,7 +86,7 @@ class _DistanceAdapted(Optimizer):
     def _found(
         self, group: Mapping[str, Any], numerator: float, denominator: float
     ) -> dict[str, float]:
-        """Returns what a group keeps after a step: the step size `d`, the numerator, and what else it needs."""
+        """Returns the values that a group keeps after a step: step size `d`, numerator, and further ones."""
         raise NotImplementedError
 
     def _move(self, group: Mapping[str, Any], p: Tensor, rate: float) -> None:
@@ -124,9 +124,9 @@ class _DistanceAdapted(Optimizer):
         if denominator == 0:  # no gradient is anything but zero
             return loss
         if rate > 0:
-            found = self._found(first, numerator, denominator)
+            estimate = self._found(first, numerator, denominator)
             for group in self.param_groups:
-                group.update(found)
+                group.update(estimate)
         for group, p in updated:
             p.mul_(1 - group["weight_decay"] * rate)
             self._move(group, p, rate)
@@ -142,13 +142,13 @@ class Prodigy(_DistanceAdapted):
         params: As of any optimizer; groups have one learning rate, or 0.
         lr: A factor of the step size that is found; 1 unless training is unstable.
         betas: Averaging factors of gradients and of their squares.
-        beta3: That of the two sums; None for the root of the second of `betas`.
+        beta3: Averaging factor of the two sums; None for the square root of the second of `betas`.
         eps: Added to the root of the squares, times the step size.
         weight_decay: Decoupled weight decay.
         use_bias_correction: Scale as Adam does in its first steps.
         safeguard_warmup: Leave the learning rate out of the denominator, for long warm-ups.
         d0: First estimate of the step size.
-        d_coef: Factor of the estimates; what to change for larger or smaller steps.
+        d_coef: Factor of the estimates; the setting for larger or smaller steps.
         growth_rate: Most that the estimate grows by in a step.
 
     Raises:
@@ -290,13 +290,13 @@ class Muon(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group for its matrices, and one for the rest, as far as there are some."""
         group = {**self.defaults, **param_group}
-        given = group.pop("params")
-        given = [given] if isinstance(given, Tensor) else list(given)
+        params = group.pop("params")
+        params = [params] if isinstance(params, Tensor) else list(params)
         for kind in (torch.optim.Muon, AdamW):
-            own = [p for p in given if (p.ndim == 2) == (kind is not AdamW)]
-            taken = inspect.signature(kind).parameters
-            if own:
-                part = kind(own, **{n: v for n, v in group.items() if n in taken})
+            of_kind = [p for p in params if (p.ndim == 2) == (kind is not AdamW)]
+            parameters = inspect.signature(kind).parameters
+            if of_kind:
+                part = kind(of_kind, **{n: v for n, v in group.items() if n in parameters})
                 self._parts.append(part)
                 super().add_param_group(part.param_groups[0])
 

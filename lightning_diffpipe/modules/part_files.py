@@ -35,7 +35,7 @@ class PartOutline:
 
     Attributes:
         cls: Its class.
-        config: Its config, as stored: without what the class has by default. Empty for parts of transformers.
+        config: Its config, as stored: without default values of the class. Empty for parts of transformers.
     """
 
     cls: type
@@ -70,7 +70,7 @@ def read_index(path: str) -> dict[str, Any]:
 
 
 def fetched(path: str) -> str:
-    """Returns the folder of a hub id, all of it there; a folder, and what diffusers cannot fetch, as it is."""
+    """Returns the complete folder of a hub id; a folder, or an id that diffusers cannot fetch, as it is."""
     if Path(path).is_dir():
         return path
     try:
@@ -80,7 +80,7 @@ def fetched(path: str) -> str:
 
 
 def folder_of_part(path: str, index: Mapping[str, Any], name: str) -> str:
-    """Returns the folder or hub id with a part: this one, or the one to which its index leaves it."""
+    """Returns the folder or hub id with a part: this one, or another one that its index names."""
     other = index.get(OTHER_PARTS)
     if other is None or not Path(path).is_dir() or (Path(path) / name).is_dir():
         return path
@@ -88,7 +88,7 @@ def folder_of_part(path: str, index: Mapping[str, Any], name: str) -> str:
 
 
 def index_entry(part: Any) -> list[str]:
-    """Returns what an index says of a part: its library and class."""
+    """Returns the entry of a part in an index: its library and class."""
     return [type(part).__module__.partition(".")[0], type(part).__name__]
 
 

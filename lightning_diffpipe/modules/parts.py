@@ -138,7 +138,7 @@ class PartsModule(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        # What `model_index.json` says beside the parts, such as diffusers' pipeline class.
+        # Entries of `model_index.json` that are no parts, such as diffusers' pipeline class.
         self.pipeline_index: dict[str, Any] = {}
         self._lora: Lora | None = None
         self._base: BaseModel | None = None
@@ -170,7 +170,7 @@ class PartsModule(L.LightningModule):
         self.train()
 
     def train_in_float32(self) -> None:
-        """Gives trained weights the type in which an optimizer's small steps are not rounded away.
+        """Converts trained weights to float32, in which an optimizer's small steps are not rounded away.
 
         Raises:
             ConfigurationError: Quantized weights would be among them.
@@ -195,7 +195,7 @@ class PartsModule(L.LightningModule):
 
         Args:
             lora: Their settings, and the file to go on from.
-            train_text_encoder: Whether text encoders are.
+            train_text_encoder: Whether text encoders are trained.
             loader: A pipeline's class, which reads such a file.
 
         Raises:
@@ -227,7 +227,7 @@ class PartsModule(L.LightningModule):
             lora.add_to(part)
 
     def setup(self, stage: str) -> None:
-        """Looks which weights are as they were read, so that checkpoints need not have them.
+        """Determines the weights that are as they were read, which checkpoints need not have.
 
         Processors compute float16, a type of files, many times slower than float32: on those frozen parts get that.
         """
@@ -287,7 +287,7 @@ class PartsModule(L.LightningModule):
             self._base.refuse_folder(path)
 
     def _note_base(self, path: str | Path, names: Collection[str]) -> None:
-        """Notes from where parts of these names have been read, to which checkpoints of adapters leave them.
+        """Notes the origin of parts of these names, which checkpoints of adapters name in place of weights.
 
         All checkpoints leave those there that are stored quantized.
         """
@@ -297,11 +297,11 @@ class PartsModule(L.LightningModule):
             self._base = BaseModel.of(path, {n: p for n, p in left.items() if n in names})
 
     def on_train_start(self) -> None:
-        """Lets warnings of trial runs be said again."""
+        """Allows warnings that trial runs gave to be given again."""
         said_of_cut.clear()
 
     def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
-        """Gives optimizers that average weights those that they train, until they have stepped."""
+        """Replaces averages of optimizers that average weights by the trained weights, until they have stepped."""
         optimizers = self.trainer.optimizers if self._trainer is not None else ()
         for optimizer in filter(switches_weights, optimizers):
             optimizer.train()
@@ -327,10 +327,10 @@ class PartsModule(L.LightningModule):
     def losses(
         self, batch: Mapping[str, Any], generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """Computes what is logged of a batch, with `loss`, which is trained; for subclasses.
+        """Computes the values to log for a batch, among them `loss`, which is trained; for subclasses.
 
         Args:
-            batch: `image`, `(B, 3, H, W)` in [-1, 1], and what else the module learns from.
+            batch: `image`, `(B, 3, H, W)` in [-1, 1], and further entries that the module learns from.
             generator: Of the noise in validation, which drops no captions; None in training.
         """
         raise NotImplementedError
@@ -353,7 +353,7 @@ class PartsModule(L.LightningModule):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Puts all modules into evaluation mode inside; after it, each is in the mode it had before."""
+        """Context in which all modules are in evaluation mode; afterwards each has its former mode."""
         modes = [(module, module.training) for module in self.modules()]
         self.eval()
         try:
@@ -366,7 +366,7 @@ class PartsModule(L.LightningModule):
         """Returns the call of `sample`, for samplers that run its loop step by step.
 
         Args:
-            prompts: What to draw.
+            prompts: Texts, one for each image.
             settings: Further arguments of `sample`.
         """
         parts = {**self.parts, "scheduler": self.scheduler}
@@ -387,7 +387,7 @@ class PartsModule(L.LightningModule):
             path: Folder with `model_index.json`, or a hub id.
             frozen_dtype: Type of what is not trained; None for that in which each part is stored, but for an
                 autoencoder that asks for float32 (`force_upcast`). What is trained has float32.
-            quantization: How each rank quantizes the frozen linear layers that it runs: `"nf4"`, `"int8"`,
+            quantization: Format to which each rank quantizes its frozen linear layers: `"nf4"`, `"int8"`,
                 `"float8"`, or more; for all components but autoencoders, or by their names. See
                 `quantization_named`.
             kwargs: Further arguments of `__init__`; a part given here replaces the stored one.
@@ -404,11 +404,11 @@ class PartsModule(L.LightningModule):
             if name not in kwargs and index.get(name) and index[name][0] is not None
         }
         cls.check_parts({**stored, **kwargs}, f"{path}/model_index.json")
-        given = {name: kwargs[name] for name in cls.part_names if kwargs.get(name) is not None}
-        outlines = {n: PartOutline(type(p), getattr(p, "config", {})) for n, p in given.items()}
+        replacing = {name: kwargs[name] for name in cls.part_names if kwargs.get(name) is not None}
+        outlines = {n: PartOutline(type(p), getattr(p, "config", {})) for n, p in replacing.items()}
         cls._check_outlines(outlines | {n: outline_of_part(*each) for n, each in stored.items()})
         dtype = dtype_named("frozen_dtype", frozen_dtype)
-        quantizations = quantizations_of(quantization, [*stored, *given])
+        quantizations = quantizations_of(quantization, [*stored, *replacing])
         parts = {name: load_for_training(*entry, dtype) for name, entry in stored.items()}
         module = cls(**parts, **kwargs)
         module.train_in_float32()
@@ -495,7 +495,7 @@ class PartsModule(L.LightningModule):
         Args:
             path: Folder to write `pytorch_lora_weights.safetensors` into; that of a second denoiser into the
                 folder `transformer_2` in it.
-            names: Regular expressions, and what replaces them in names of tensors, one after the other: for
+            names: Regular expressions, and their replacements in names of tensors, one after the other: for
                 programs that know a model by the names of its first code, which diffusers reads, too.
             state: Weights of the module, as `strategy.lightning_module_state_dict()` returns them in training.
 
@@ -527,7 +527,7 @@ class PartsModule(L.LightningModule):
                 replaced so.
         """
         files = lora_files(Path(path), adapted_parts(self.parts) or self.parts)
-        weights = {folder: lora_weights(own, names, state) for folder, own in files.items()}
+        weights = {folder: lora_weights(parts, names, state) for folder, parts in files.items()}
         # Of a class outside of diffusers the index has a list.
         pipeline = getattr(diffusers, str(self.pipeline_index.get("_class_name")), None)
         loaded = getattr(pipeline, "_lora_loadable_modules", [])
@@ -542,7 +542,7 @@ class PartsModule(L.LightningModule):
         return weights
 
     def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what an index of another model may not say any more; for subclasses that are whole models."""
+        """Returns entries to replace in the index of another model; for subclasses that are whole models."""
         return {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -573,26 +573,26 @@ class PartsModule(L.LightningModule):
             for name, stored in checkpoint.get(_FILES_KEY, {}).items():
                 if self.strict_loading and weights and name in self.parts and "adapters" in stored:
                     prefix = f"{name}."
-                    own = {
+                    of_part = {
                         n.removeprefix(prefix): v
                         for n, v in weights.items()
                         if n.startswith(prefix)
                     }
-                    refuse_others(name, self.parts[name], stored["adapters"], own)
+                    refuse_others(name, self.parts[name], stored["adapters"], of_part)
         base = BaseModel.recorded(checkpoint)
         if weights and base.samples:
             checkpoint["state_dict"] = self._completed(weights, base)
 
     def _completed(self, weights: Mapping[str, Tensor], base: BaseModel) -> dict[str, Tensor]:
-        """Returns the weights of a checkpoint with those that it leaves to its base, from which the parts are."""
-        found = dict(weights)
+        """Returns the weights of a checkpoint, completed by those of its base, with which the parts were opened."""
+        completed = dict(weights)
         parts = self.parts
         for name in [name for name in base.samples if name in parts]:
-            own, prefix = parts[name].state_dict(), f"{name}."
+            present, prefix = parts[name].state_dict(), f"{name}."
             stored = {n.removeprefix(prefix): v for n, v in weights.items() if n.startswith(prefix)}
-            whole = base.completed(name, own, stored)
-            found |= {prefix + key: value for key, value in whole.items()}
-        return found
+            whole = base.completed(name, present, stored)
+            completed |= {prefix + key: value for key, value in whole.items()}
+        return completed
 
     @classmethod
     def from_checkpoint(
@@ -630,10 +630,10 @@ class PartsModule(L.LightningModule):
         for name in parts:
             if not checkpoint[_FILES_KEY][name].get("adapters"):
                 refuse_adapted([n for n in weights if n.startswith(f"{name}.")], str(path))
-        kept = {name: value for name, value in weights.items() if not name.startswith(replaced)}
+        to_load = {name: value for name, value in weights.items() if not name.startswith(replaced)}
         below = BaseModel(below.path, {n: s for n, s in below.samples.items() if n in parts})
-        kept = module._completed(kept, below)
-        module.load_state_dict(kept, strict=not replaced)
+        to_load = module._completed(to_load, below)
+        module.load_state_dict(to_load, strict=not replaced)
         stores_all = module._lora is not None and module._lora.store_all
         left = {n: s for n, s in below.samples.items() if not stores_all or has_quantized(parts[n])}
         module._base = BaseModel(below.path, left) if left else None
@@ -706,16 +706,16 @@ def checkpoint_part_weights(
     """
     prefix, stored = f"{name}.", checkpoint[_FILES_KEY][name]
     weights = checkpoint_weights(checkpoint, ema).items()
-    own = {n.removeprefix(prefix): value for n, value in weights if n.startswith(prefix)}
+    of_part = {n.removeprefix(prefix): value for n, value in weights if n.startswith(prefix)}
     below = BaseModel.recorded(checkpoint, base)
     if name in below.samples:
         part = from_base(below, name, stored)
-        own = below.completed(name, part.state_dict(), own)
+        of_part = below.completed(name, part.state_dict(), of_part)
     elif not stored.get("adapters"):
-        return own
+        return of_part
     else:
         part = from_stored(stored)
-    part.load_state_dict(own)
+    part.load_state_dict(of_part)
     return merged(part).state_dict()
 
 

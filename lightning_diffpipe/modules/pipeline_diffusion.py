@@ -79,7 +79,7 @@ class PipelineDiffusion(PartsModule):
         lora: Train adapters in place of the weights of the denoiser, and of text encoders that are trained.
         call: Further arguments of the pipeline's call, such as `{"max_sequence_length": 256}`, or `guidance_scale`
             for models that are told it.
-        noise: Which times are trained how often, and how much they count.
+        noise: Distribution of the trained times, and their weights in the loss.
         expert: Of a pipeline with a denoiser for noisier times and one for the others (Wan 2.2), which is trained:
             `"high"`, `"low"`, or None for `"both"`. Then every sample goes through both, each at a time of its own,
             and their losses count by the shares of times they are for: the mean over all times.
@@ -151,7 +151,7 @@ class PipelineDiffusion(PartsModule):
         self.part_names = tuple(components)
         for name, part in components.items():
             setattr(self, name, part)
-        # What a `model_index.json` says of a pipeline besides its parts.
+        # Entries of `model_index.json` that are no parts.
         every, config = pipeline.components, pipeline.config
         plain = {n: v for n, v in config.items() if n not in every and not n.startswith("_")}
         absent = {name: [None, None] for name, part in every.items() if part is None}
@@ -160,7 +160,7 @@ class PipelineDiffusion(PartsModule):
         self.optimization = optimization or Optimization()
         self.sampling: dict[str, Any] = {}
         self._tail: Tail | None = None
-        self._trained_size: dict[str, int] = {}  # what is drawn unless asked otherwise
+        self._trained_size: dict[str, int] = {}  # sampled by default
         trained = [n for n in components if train_text_encoder and n.startswith("text_encoder")]
         self.frozen_parts = tuple(
             name
@@ -185,7 +185,7 @@ class PipelineDiffusion(PartsModule):
             path: Folder with `model_index.json`, or a hub id.
             frozen_dtype: Type of what is not trained; None for that in which each part is stored, but for an
                 autoencoder that asks for float32 (`force_upcast`). What is trained has float32.
-            quantization: How each rank quantizes the frozen linear layers that it runs: `"nf4"`, `"int8"`,
+            quantization: Format to which each rank quantizes its frozen linear layers: `"nf4"`, `"int8"`,
                 `"float8"`, or more; for all components but autoencoders, or by their names. See
                 `quantization_named`.
             pipeline_class: A pipeline of diffusers in the place of that which `model_index.json` names, for the
@@ -227,13 +227,13 @@ class PipelineDiffusion(PartsModule):
         cls, parts: Mapping[str, Any], index: Mapping[str, Any], arguments: Mapping[str, Any]
     ) -> Self:
         arguments = dict(arguments)
-        known = arguments.pop("pipeline_class", None) or _pipeline_class(index, "the checkpoint")
-        if "image_guidance_scale" not in inspect.signature(known.__call__).parameters:
+        kind = arguments.pop("pipeline_class", None) or _pipeline_class(index, "the checkpoint")
+        if "image_guidance_scale" not in inspect.signature(kind.__call__).parameters:
             arguments.pop("condition_dropout", None)  # which older checkpoints have
-        expected = inspect.signature(known.__init__).parameters
-        own = {name: index[name] for name in expected if name in index}
+        expected = inspect.signature(kind.__init__).parameters
+        entries = {name: index[name] for name in expected if name in index}
         absent = {name: None for name in expected if index.get(name) == [None, None]}
-        return cls(known(**{**own, **absent, **parts}), **arguments)
+        return cls(kind(**{**entries, **absent, **parts}), **arguments)
 
     @property
     def edits_images(self) -> bool:  # type: ignore[override]
@@ -257,7 +257,7 @@ class PipelineDiffusion(PartsModule):
 
     @property
     def tail(self) -> Tail:
-        """What the pipeline does to latents before it decodes them; found at first use."""
+        """The pipeline's operations on latents before decoding; determined at first use."""
         if self._tail is None:
             for step in self.steps:  # each learns of its times; the tail is the same
                 self._tail = find_tail(step, self.parts)
@@ -265,7 +265,7 @@ class PipelineDiffusion(PartsModule):
         return self._tail
 
     def setup(self, stage: str) -> None:
-        """Looks at the pipeline before training does."""
+        """Determines the pipeline's tail before training, so that it is refused early."""
         super().setup(stage)
         self._tail = self.tail
 
@@ -298,7 +298,7 @@ class PipelineDiffusion(PartsModule):
         self.step.check({"height": height, "width": width})
 
     def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
-        """Notes what is drawn while training: a pipeline's own size may be many times that of the images."""
+        """Notes the size to sample while training: a pipeline's default may be many times that of the images."""
         super().on_train_batch_start(batch, batch_idx)
         self._trained_size = _size_of(_pixels_of(batch))
 
@@ -308,15 +308,15 @@ class PipelineDiffusion(PartsModule):
         """Computes the loss of one batch.
 
         Raises:
-            ConfigurationError: The batch lacks what the pipeline draws from.
+            ConfigurationError: The batch lacks prompts, classes or images that the pipeline needs.
         """
         tail = self.tail  # by which it is known how images are read
         step, pixels = self.step, _pixels_of(batch)
         is_training, conditions, shown = generator is None, [], None
         further = {name: batch[name] for name in step.sizes if name in batch}
         if step.condition is not None:
-            wanted = "caption" if step.condition == "prompt" else step.condition
-            conditions = self._read(batch, wanted)
+            key = "caption" if step.condition == "prompt" else step.condition
+            conditions = self._read(batch, key)
         if step.animates:
             self._require_frames(batch)
             batch = {"condition": (pixels[:, :, 0] + 1) / 2, **batch}
@@ -378,7 +378,7 @@ class PipelineDiffusion(PartsModule):
         return batch[name]
 
     def _image_of(self, batch: Mapping[str, Any]) -> Any:
-        """Returns what of a batch the pipeline edits, as `OneStep.predict` takes it."""
+        """Returns the images of a batch that the pipeline edits, as `OneStep.predict` takes them."""
         step, references = self.step, batch.get("references")
         for each in references or ():
             if not isinstance(each, np.ndarray) or each.dtype != np.uint8 or each.shape[3:] != (3,):
@@ -416,24 +416,24 @@ class PipelineDiffusion(PartsModule):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Puts all modules into evaluation mode inside, and has the autoencoder decode in its own precision."""
+        """Context with all modules in evaluation mode, in which the autoencoder decodes in its own precision."""
         vae = self.step.decoder and getattr(self, self.step.decoder)
         with super().evaluating(), decoding_in_own_precision(vae) if vae else nullcontext():
             yield
 
     @property
     def draws_from(self) -> str:
-        """What of a batch says what to draw; asked by the callback SampleImages."""
+        """Key of the batch with prompts or class numbers to sample from; for the callback SampleImages."""
         return "class_labels" if self.step.condition == "class_labels" else "caption"
 
     @property
     def draws_to_conditions(self) -> bool:
-        """Whether a prompt alone does not say what to draw; asked by the callback SampleImages."""
+        """Whether sampling needs a condition with each prompt; for the callback SampleImages."""
         return self.step.needs_image
 
     @property
     def draws_apart(self) -> bool:
-        """Whether each prompt is drawn by a call of its own; asked by the callback SampleImages."""
+        """Whether each prompt is sampled by a call of its own; for the callback SampleImages."""
         return self.step.animates
 
     @torch.no_grad()
@@ -446,7 +446,7 @@ class PipelineDiffusion(PartsModule):
         condition: Tensor | Sequence[Any] | None = None,
         **options: Any,
     ) -> Tensor:
-        """Draws one image or video per prompt with the pipeline's own call, in this process.
+        """Samples one image or video per prompt with the pipeline's own call, in this process.
 
         Args:
             prompts: Prompts or class numbers; of a model without either only their number counts.
@@ -477,8 +477,8 @@ class PipelineDiffusion(PartsModule):
         try:
             with self.evaluating():
                 drawn = [
-                    self.pipeline(**self.drawing(some, condition=images, **settings).arguments)[0]
-                    for some, images in calls
+                    self.pipeline(**self.drawing(texts, condition=images, **settings).arguments)[0]
+                    for texts, images in calls
                 ]
         finally:
             self.pipeline.set_progress_bar_config(**progress)
@@ -494,9 +494,9 @@ class PipelineDiffusion(PartsModule):
     ) -> PipelineCall:
         """Returns the pipeline's call that `sample` makes of these arguments, for samplers that run its loop."""
         guidance = {} if guidance_scale is None else {"guidance_scale": guidance_scale}
-        own = {**self._trained_size, "batch_size": len(prompts), **self.hparams.call, **guidance}
-        taken = inspect.signature(self.pipeline.__call__).parameters
-        arguments = {name: value for name, value in own.items() if name in taken}
+        values = {**self._trained_size, "batch_size": len(prompts), **self.hparams.call, **guidance}
+        parameters = inspect.signature(self.pipeline.__call__).parameters
+        arguments = {name: value for name, value in values.items() if name in parameters}
         arguments |= {**settings, "output_type": "pt"}
         if self.step.condition is not None:
             arguments[self.step.condition] = list(prompts)
@@ -541,10 +541,10 @@ def _size_of(pixels: Tensor) -> dict[str, int]:
 
 def _pipeline_class(index: Mapping[str, Any], origin: str) -> type:
     name = index.get("_class_name")
-    known = getattr(diffusers, str(name), None)
-    if known is None:
+    cls = getattr(diffusers, str(name), None)
+    if cls is None:
         raise ConfigurationError(
             f"{origin} names the pipeline {name!r}, which diffusers {diffusers.__version__} does not have; give a "
             "pipeline of your own to PipelineDiffusion(pipeline), or pipeline_class to from_checkpoint"
         )
-    return known
+    return cls

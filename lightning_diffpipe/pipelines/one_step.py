@@ -1,7 +1,7 @@
 """One step of a diffusers pipeline's own `__call__`: how its denoiser is fed in training.
 
-A pipeline knows how prompts become conditions, how latents are packed, what the denoiser is given of sizes,
-guidance and time, and how its prediction is unpacked. All of that is in `__call__`:
+Conditions made of prompts, packed latents, the sizes, guidance and time that the denoiser is given, and the
+unpacking of its prediction: all of that is code in the pipeline's `__call__`:
 
     head   prompts -> tokenizers -> text encoders -> conditions;  noise -> latents, packed or not
     loop   denoiser(latents, timestep, conditions) -> prediction -> scheduler.step
@@ -17,12 +17,12 @@ For training it is run with four things replaced, in a shallow copy of the pipel
     encoders    of prompts answer in the type of the denoiser, whatever they are stored in; those of the image that
                 is animated take one for each sample (`encoding_first_frames`)
 
-What the pipeline hands to `scheduler.step` is the prediction in the scheduler's own terms (epsilon, v, flow).
+The pipeline passes `scheduler.step` the prediction in the scheduler's own terms (epsilon, v, flow).
 Where latents are packed by then, the prediction goes on in their place, and the tail unpacks it on its way to the
 decoder. Text encoders and denoiser run inside the call as they are, so a strategy finds their layers there.
 
 Sizes and crops, of which a call takes one for all samples, are given to the denoiser for each: two runs with other
-numbers show in which of its arguments they stand.
+numbers show which of its arguments have them.
 """
 
 import contextlib
@@ -103,13 +103,13 @@ _NEUTRAL = {"prompt": "", "class_labels": 0, None: None}
 
 @dataclass(frozen=True)
 class Tail:
-    """What a pipeline does to latents before they are decoded.
+    """The operations of a pipeline on latents before they are decoded.
 
     Attributes:
-        scale: Decoded is `scale * latents + shift`; `(1, C, 1, ...)` in the layout that is decoded, or a scalar.
-        axes: For every axis of what is decoded, that of the latents; None where one was inserted.
+        scale: The decoder's input is `scale * latents + shift`; `(1, C, 1, ...)` in its layout, or a scalar.
+        axes: For every axis of the decoder's input, that of the latents; None where one was inserted.
         num_axes: Axes of the latents, that of the samples included.
-        patch: What is decoded has `patch` times the height and width of the latents, `1 / patch**2` of their
+        patch: The decoder's input has `patch` times the height and width of the latents, `1 / patch**2` of their
             channels; scale and shift are those of the latents' channels.
         frames_apart: The decoder takes each frame of a video as an image. Axes are counted with frames as axis 1.
         num_given: First frames of the latents that are those of the image that is animated, and not predicted.
@@ -134,7 +134,7 @@ class Tail:
         return latents.narrow(axis, self.num_given, latents.shape[axis] - self.num_given)
 
     def undone(self, decoded: Tensor, num_samples: int) -> Tensor:
-        """Returns the fp32 latents whose tail this is; of an encoding, latents of about unit variance.
+        """Inverts the tail: returns fp32 latents; of an encoding, latents of about unit variance.
 
         Raises:
             ConfigurationError: They have another number of channels.
@@ -150,11 +150,11 @@ class Tail:
         values = (decoded - shift) / scale
         if self.frames_apart:
             values = values.unflatten(0, (num_samples, -1))
-        there = [axis for axis in self.axes if axis is not None]
+        axes = [axis for axis in self.axes if axis is not None]
         values = values.squeeze(tuple(d for d, axis in enumerate(self.axes) if axis is None))
-        values = values.permute(*sorted(range(len(there)), key=there.__getitem__))
+        values = values.permute(*sorted(range(len(axes)), key=axes.__getitem__))
         for axis in range(self.num_axes):
-            values = values if axis in there else values.unsqueeze(axis)
+            values = values if axis in axes else values.unsqueeze(axis)
         return values
 
 
@@ -168,9 +168,9 @@ class StepInputs(NamedTuple):
     tail: Tail
 
     def of(self, rows: slice) -> Self:
-        """Returns those of some samples."""
-        own = {n: getattr(self, n)[rows] for n in ("noisy", "timesteps", "conditions")}
-        return self._replace(**own)
+        """Returns the inputs of some samples."""
+        selected = {n: getattr(self, n)[rows] for n in ("noisy", "timesteps", "conditions")}
+        return self._replace(**selected)
 
 
 class OneStep:
@@ -180,7 +180,7 @@ class OneStep:
         pipeline: A diffusers pipeline, or one of your own derived from `DiffusionPipeline`.
         arguments: Further arguments of its `__call__`, such as `max_sequence_length`, or the `guidance_scale` that
             a model is given (1 otherwise).
-        denoiser: The denoiser that is called, of those of `spans_of`; None for the first.
+        denoiser: Name of the denoiser that is called, of those of `spans_of`; None for the first.
 
     Attributes:
         denoiser: Its name.
@@ -191,13 +191,13 @@ class OneStep:
         arguments: Of every call, guidance off.
         unguided: Ways to switch guidance off, of which `find_tail` keeps the first that works.
         time: The time given to a pipeline that takes one for all samples; None where it takes those of the samples.
-        places: Where the denoiser is given sizes, and the time if the pipeline is told one.
-        refused_image: Why training cannot follow what becomes of the image, if it cannot.
+        places: Places of sizes among the denoiser's arguments, and of the time if the pipeline takes one.
+        refused_image: Reason for which training cannot follow the pipeline's use of the image, if it cannot.
         image: The argument with an image for each sample that the pipeline edits or animates; None without one.
-        animates: Whether it draws videos that begin with the image.
-        image_noise: What noise is added to the image that it animates, as `encoding_first_frames` takes it.
-        needs_image: Whether it draws nothing without one.
-        reads_references: Whether it shows the image to a processor, which reads it in 8 bits. Then the call is run
+        animates: Whether it samples videos that begin with the image.
+        image_noise: Noise added to the image that it animates, as `encoding_first_frames` takes it.
+        needs_image: Whether it needs an image.
+        reads_references: Whether it passes the image to a processor, which reads it in 8 bits. Then the call is run
             for each sample, as such pipelines read a list of images for those of one sample.
         reads_several: Whether a sample may have several images then.
         guides_by_image: Whether it can be guided by the difference that the image makes.
@@ -239,23 +239,23 @@ class OneStep:
         self.image_noise: tuple[float, float] | None = None
         self.guides_by_image = self.needs_image and "image_guidance_scale" in self._parameters
         self.refused_image: ConfigurationError | None = None
-        given = dict(arguments or {})
-        if unknown := [name for name in given if name not in self._parameters]:
+        settings = dict(arguments or {})
+        if unknown := [name for name in settings if name not in self._parameters]:
             raise ConfigurationError(
                 f"{self.name} takes no {unknown[0]!r}; it takes {', '.join(self._parameters)}"
             )
         fixed = {name: value for name, value in _FIXED.items() if name in self._parameters}
         # Two steps, of which the scheduler knows one: some pipelines divide by half of their number.
-        self.arguments = fixed | given | {"num_inference_steps": 2}
+        self.arguments = fixed | settings | {"num_inference_steps": 2}
         # Guidance adds a part of the difference, which is none at 1 for most pipelines, for others at 0.
         self.unguided: list[dict[str, Any]] = [{}]
-        if "guidance_scale" in fixed and "guidance_scale" not in given:
+        if "guidance_scale" in fixed and "guidance_scale" not in settings:
             default = inspect.signature(self._call).parameters["guidance_scale"].default
             scales = (None, 1.0, 0.0) if default is None else (1.0, 0.0)
             self.unguided = [{"guidance_scale": scale} for scale in scales]
         self.time: float | None = None
         self.places: tuple[Place, ...] = ()
-        self.sizes = tuple(n for n in _SIZES if n in self._parameters and n not in given)
+        self.sizes = tuple(n for n in _SIZES if n in self._parameters and n not in settings)
         self.note_tokens: Callable[..., None] = lambda *_: None
         limit = inspect.signature(self._call).parameters.get("max_sequence_length")
         self._most_tokens = self.arguments.get("max_sequence_length", limit and limit.default)
@@ -278,23 +278,23 @@ class OneStep:
         shown: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Returns what the denoiser predicts, as the scheduler understands it: fp32, like `tail.predicted(noisy)`.
+        """Returns the denoiser's prediction in the scheduler's terms: fp32, like `tail.predicted(noisy)`.
 
         Args:
-            noisy: Noisy latents as the pipeline draws them, such as `(B, C, h, w)` or `(B, C, F, h, w)`.
+            noisy: Noisy latents as the pipeline samples them, such as `(B, C, h, w)` or `(B, C, F, h, w)`.
             timesteps: In the scheduler's terms, `(B,)`.
             conditions: Prompts or class numbers, one for each sample.
-            pixels: `height`, `width` and `num_frames`; what the pipeline does not take is left out.
+            pixels: `height`, `width` and `num_frames`; those that the pipeline does not take are ignored.
             tail: From `find_tail` of `trial.py`.
             parts: The pipeline's parts as they are now, by name.
-            further: By argument, what each sample has of its own: `self.sizes`, `(B, 2)`, and `self.image`,
+            further: Values with a row for each sample, by argument: `self.sizes`, `(B, 2)`, and `self.image`,
                 `(B, 3, H, W)` in [0, 1], or a list of reference images, `(B, H, W, 3)` each in 8 bits on the host,
                 where the pipeline `reads_references`.
             shown: 0 for samples whose image is dropped, `(B,)`.
-            generator: Of what is drawn of an image that is animated; None for the global one.
+            generator: Of noise and posterior of an image that is animated; None for the global one.
 
         Raises:
-            ConfigurationError: The pipeline draws latents of another shape for these pixels, or edits images in a
+            ConfigurationError: The pipeline samples latents of another shape for these pixels, or edits images in a
                 way that training cannot follow.
         """
         inputs = StepInputs(noisy, timesteps, conditions, pixels, tail)
@@ -333,12 +333,12 @@ class OneStep:
         )
         while True:
             predicted = []
-            for i, own in enumerate(lockstep.parts()):
+            for i, stand_ins in enumerate(lockstep.parts()):
                 row = slice(i, i + 1)
                 images = [Image.fromarray(image[i]) for image in further[self.image]]
                 others = {n: value[row] for n, value in further.items() if n != self.image}
                 others[self.image] = images if len(images) > 1 else images[0]
-                predicted.append(self._predicted(inputs.of(row), {**parts, **own}, others))
+                predicted.append(self._predicted(inputs.of(row), {**parts, **stand_ins}, others))
             if not lockstep.answer():
                 return None if None in predicted else torch.cat(predicted)
 
@@ -380,7 +380,7 @@ class OneStep:
         return predicted[0] if predicted else None
 
     def time_at(self, share: float) -> float:
-        """Returns the whole timestep at a share of the span, of those that the scheduler knows."""
+        """Returns the integer timestep of the scheduler at a share of the span."""
         start = self.span[0]
         last = self._pipeline.scheduler.config.get("num_train_timesteps", 1000)
         return float(math.ceil(start + share * (min(self.span[1], last) - start)))
@@ -400,20 +400,20 @@ class OneStep:
         """Runs the call on a copy of the pipeline, until something raises `Captured` or it ends."""
         pipeline = copy.copy(self._pipeline)
         # A class that knows where it runs: diffusers looks at every module for that.
-        cls, device = type(pipeline), property(lambda own: own.device_of_latents)
+        cls, device = type(pipeline), property(lambda self: self.device_of_latents)
         pipeline.__class__ = type(cls.__name__, (cls,), {"_execution_device": device})
-        own = vars(pipeline)
-        own.update(parts, device_of_latents=timesteps.device)
-        known = {n: v for n, v in further.items() if n in self.sizes and isinstance(v, Tensor)}
-        further = {n: v for n, v in further.items() if n not in known}
+        attributes = vars(pipeline)
+        attributes.update(parts, device_of_latents=timesteps.device)
+        by_sample = {n: v for n, v in further.items() if n in self.sizes and isinstance(v, Tensor)}
+        further = {n: v for n, v in further.items() if n not in by_sample}
         times = timesteps
         if self.time is not None:
             times = torch.tensor(self.time, dtype=timesteps.dtype)
-            known[TIME] = timesteps[:, None]
-        denoiser = per_sample(parts[self.denoiser], self.places, known)
+            by_sample[TIME] = timesteps[:, None]
+        denoiser = per_sample(parts[self.denoiser], self.places, by_sample)
         dtype = _dtype_of(parts[self.denoiser])
         # A pipeline takes the type of one of its denoisers for that of all.
-        own.update({name: StandIn(parts[name], dtype=dtype) for name in self._others})
+        attributes.update({name: StandIn(parts[name], dtype=dtype) for name in self._others})
         is_over = False
 
         def step(prediction: Tensor, sample: Tensor) -> Tensor:
@@ -425,42 +425,44 @@ class OneStep:
             # After the step some add noise to what is decoded: none of it, or `find_tail` sees it.
             return torch.randn(tuple(shape), device=timesteps.device) if is_over else draw(shape)
 
-        own["scheduler"] = one_timestep(parts["scheduler"], times, step)
-        own["_progress_bar_config"] = {"disable": True}
+        attributes["scheduler"] = one_timestep(parts["scheduler"], times, step)
+        attributes["_progress_bar_config"] = {"disable": True}
         processor: PaddingProcessor | None = None
         for name, part in parts.items():
             if name.startswith("tokenizer") and part is not None:
-                own[name] = PaddingTokenizer(part, self.note_tokens)
+                attributes[name] = PaddingTokenizer(part, self.note_tokens)
             elif isinstance(getattr(part, "real", part), ProcessorMixin) and self._most_tokens:
-                own[name] = processor = PaddingProcessor(part, self._most_tokens, self.note_tokens)
+                processor = PaddingProcessor(part, self._most_tokens, self.note_tokens)
+                attributes[name] = processor
             elif name.startswith("text_encoder") and part is not None:
-                own[name] = of_type(part, dtype)
+                encoder = of_type(part, dtype)
                 if name in self._generating:
                     # Nobody reads the keys and values that such a model keeps for tokens to come.
-                    own[name] = StandIn(own[name], call=partial(own[name], use_cache=False))
+                    encoder = StandIn(encoder, call=partial(encoder, use_cache=False))
+                attributes[name] = encoder
             elif name.startswith("image_encoder") and part is not None:
-                own[name] = encoder_of_images(part)
+                attributes[name] = encoder_of_images(part)
             elif isinstance(part, BaseImageProcessor):
-                own[name] = tensor_processor(part)
+                attributes[name] = tensor_processor(part)
             elif hasattr(part, "num_conditions"):  # guidance as a part of its own
-                own[name] = part.new(guidance_scale=1.0)
+                attributes[name] = part.new(guidance_scale=1.0)
         if self._most_tokens and self._masks_states:
             of_images = lambda: processor.num_image_tokens if processor else 0
             denoiser = of_length(denoiser, lambda: self._most_tokens + of_images())
-        own[self.denoiser] = denoiser
+        attributes[self.denoiser] = denoiser
         if self.decoder is not None:
             encode, images = None, further.get(self.image)
             if self.animates and images is not None:
                 vae = parts[self.decoder]
                 encode = encoding_first_frames(vae, images, image_noise, generator)
-                processors = {n: p for n, p in own.items() if hasattr(p, "preprocess_video")}
-                own.update({n: first_frame_processor(p) for n, p in processors.items()})
-            own[self.decoder] = no_decoder(parts[self.decoder], on_decode, encode)
+                processors = {n: p for n, p in attributes.items() if hasattr(p, "preprocess_video")}
+                attributes.update({n: first_frame_processor(p) for n, p in processors.items()})
+            attributes[self.decoder] = no_decoder(parts[self.decoder], on_decode, encode)
         methods = {name: _drawing_from(method, noise) for name, method in self._drawing.items()}
         call = methods.pop("__call__")
         for name, method in methods.items():
             is_static = isinstance(inspect.getattr_static(pipeline, name), staticmethod)
-            own[name] = method if is_static else types.MethodType(method, pipeline)
+            attributes[name] = method if is_static else types.MethodType(method, pipeline)
         with contextlib.suppress(Captured):
             call(pipeline, **self._given(conditions, len(timesteps), further))
 
@@ -471,8 +473,8 @@ class OneStep:
         further = {**further, **dict.fromkeys(_FRAMES, further.get("num_frames"))}
         if {"height", "width"} <= further.keys():
             further["max_area"] = further["height"] * further["width"]
-        taken = {n: v for n, v in further.items() if v is not None and n in self._parameters}
-        arguments = self.arguments | taken
+        accepted = {n: v for n, v in further.items() if v is not None and n in self._parameters}
+        arguments = self.arguments | accepted
         if self.condition is not None:
             arguments[self.condition] = conditions
         elif "batch_size" in self._parameters:
@@ -485,7 +487,7 @@ class OneStep:
 
 
 def patched(decoded: Tensor, patch: int) -> Tensor:
-    """Takes height and width of what is decoded to those of the latents."""
+    """Reshapes the decoder's input to the height and width of the latents, with more channels."""
     return F.pixel_unshuffle(decoded, patch) if patch > 1 else decoded
 
 
@@ -499,30 +501,30 @@ def spans_of(pipeline: Any) -> dict[str, tuple[float, float]]:
         Wan 2.2, whose config has `boundary_ratio`: https://github.com/Wan-Video/Wan2.2
     """
     name, components = type(pipeline).__name__, pipeline.components
-    there = [
+    denoisers = [
         part_name
         for part_name, part in components.items()
         if part is not None and part_name.rstrip("0123456789").rstrip("_") in DENOISERS
     ]
-    if not there:
+    if not denoisers:
         raise ConfigurationError(
             f"{name} has no {', '.join(DENOISERS)} to train; it has {', '.join(components) or 'no parts'}"
         )
     ratio = pipeline.config.get("boundary_ratio")
-    if ratio is not None and set(there) <= set(EXPERTS):
+    if ratio is not None and set(denoisers) <= set(EXPERTS):
         if not 0 < ratio < 1:
             raise ConfigurationError(
                 f"{name} has boundary_ratio={ratio}, and one of its denoisers no times; give one between 0 and 1"
             )
         boundary = ratio * pipeline.scheduler.config.num_train_timesteps
         spans = zip(EXPERTS, ((boundary, math.inf), (0.0, boundary)), strict=True)
-        return {expert: span for expert, span in spans if expert in there}
-    if len(there) > 1:
+        return {expert: span for expert, span in spans if expert in denoisers}
+    if len(denoisers) > 1:
         raise ConfigurationError(
-            f"{name} has {len(there)} denoisers ({', '.join(there)}), and no boundary_ratio, which says "
+            f"{name} has {len(denoisers)} denoisers ({', '.join(denoisers)}), and no boundary_ratio, which says "
             "which times each is for; train one of them in a pipeline that has no other"
         )
-    return {there[0]: (0.0, math.inf)}
+    return {denoisers[0]: (0.0, math.inf)}
 
 
 def condition_of(cls: type) -> str | None:
@@ -534,8 +536,8 @@ def condition_of(cls: type) -> str | None:
     condition = next(
         (name for name in inspect.signature(cls.__call__).parameters if name in _NEUTRAL), None
     )
-    known = (condition, image_of(cls))
-    if others := [name for name in required_by(cls) if name not in known]:
+    accepted = (condition, image_of(cls))
+    if others := [name for name in required_by(cls) if name not in accepted]:
         raise ConfigurationError(
             f"{cls.__name__} draws from {', '.join(others)}, not from prompts or classes alone; train it as "
             "another pipeline of diffusers that has the same parts (pipeline_class='LTXImageToVideoPipeline' for "
@@ -555,7 +557,7 @@ def image_of(cls: type) -> str | None:
 
 
 def required_by(cls: type) -> list[str]:
-    """Returns the arguments without which a pipeline's call does not draw."""
+    """Returns the required arguments of a pipeline's call."""
     return [
         p.name
         for p in list(inspect.signature(cls.__call__).parameters.values())[1:]
@@ -568,7 +570,7 @@ _dtypes: WeakKeyDictionary[Any, tuple[torch.dtype, torch.dtype]] = WeakKeyDictio
 
 
 def _dtype_of(part: Any) -> torch.dtype:
-    """Returns the type of a part, for which diffusers looks at every module; again if its first weight changes."""
+    """Returns the type of a part, cached until its first weight changes, as diffusers looks at every module."""
     first = next(part.parameters()).dtype
     if part not in _dtypes or _dtypes[part][0] != first:
         _dtypes[part] = first, part.dtype
@@ -596,13 +598,13 @@ def _draws(code: types.CodeType) -> bool:
 
 
 def _drawing_from(method: types.FunctionType, draw: Draw) -> types.FunctionType:
-    """Returns the same method, whose `torch` and `randn_tensor` are others; nobody else sees that."""
-    own = torch_of_call(draw)
-    names = {**method.__globals__, "randn_tensor": own.randn_tensor}
+    """Returns a copy of the method in which `torch` and `randn_tensor` take noise from `draw`."""
+    stand_in = torch_of_call(draw)
+    names = {**method.__globals__, "randn_tensor": stand_in.randn_tensor}
     if names.get("torch") is torch:
-        names["torch"] = own
-    twin = types.FunctionType(
+        names["torch"] = stand_in
+    copied = types.FunctionType(
         method.__code__, names, method.__name__, method.__defaults__, method.__closure__
     )
-    twin.__kwdefaults__ = method.__kwdefaults__
-    return twin
+    copied.__kwdefaults__ = method.__kwdefaults__
+    return copied

@@ -1,4 +1,4 @@
-"""What takes the place of a pipeline's parts while its `__call__` runs for something else than an image.
+"""Stand-ins for a pipeline's parts, with which its `__call__` runs for another purpose than an image.
 
 A `StandIn` has some members of its own and passes on everything else, so that configs and types are those of the
 real part. The functions below make those of training; `trial.py` makes further ones.
@@ -30,21 +30,21 @@ Draw = Callable[[Sequence[int]], Tensor]
 
 
 class Captured(Exception):
-    """Ends a call once it has given what was wanted."""
+    """Ends a call once the value that is looked for was captured."""
 
 
 def checked_arguments(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     """Runs a pipeline's call until it has checked its arguments, which needs no weights.
 
     Returns:
-        What was checked, by name; None where the call checks nothing, or fails before it does, as for lack of a
-        part.
+        The checked arguments, by name; None where the call checks nothing, or fails before it does, as for lack of
+        a part.
 
     Raises:
-        ConfigurationError: What the check says.
+        ConfigurationError: The check fails; with its message.
     """
-    found: dict[str, Any] = {}
-    twin = copy.copy(pipeline)
+    checked: dict[str, Any] = {}
+    copied = copy.copy(pipeline)
 
     def check(*values: Any, **named: Any) -> None:
         try:
@@ -52,27 +52,27 @@ def checked_arguments(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, 
         except ValueError as error:
             raise ConfigurationError(f"{type(pipeline).__name__}: {error}") from error
         bound = inspect.signature(pipeline.check_inputs).bind(*values, **named)
-        found.update(bound.arguments)
+        checked.update(bound.arguments)
         raise Captured
 
-    twin.check_inputs = check
+    copied.check_inputs = check
     try:
-        twin(**arguments)
+        copied(**arguments)
     except ConfigurationError:
         raise
     except Captured:
-        return found
+        return checked
     except Exception:  # without weights a call may fail in any way; with them it will say why
         return None
     return None
 
 
 class StandIn:
-    """A part some members of which are others.
+    """A part, some members of which are replaced.
 
     Args:
         real: The part.
-        members: Attributes and methods in the place of its own; `call` is what calls of it do.
+        members: Attributes and methods in place of its own; `call` is its `__call__`.
     """
 
     def __init__(self, real: Any, **members: Any) -> None:
@@ -122,7 +122,7 @@ def one_timestep(
     Args:
         real: The pipeline's scheduler.
         timesteps: One for each sample, `(B,)`.
-        on_step: Gets prediction and sample, and returns what goes on as latents.
+        on_step: (prediction, sample) -> latents after the step.
     """
 
     # Pipelines look which arguments these methods take.
@@ -159,7 +159,7 @@ def one_timestep(
 
 
 class PaddingTokenizer(StandIn):
-    """A tokenizer whose tensors have one length, and which makes no search for words that were cut off.
+    """A tokenizer whose tensors have one length, and with which pipelines do not look for words that were cut off.
 
     Pipelines tokenize twice, the second time without a limit, and compare ids by value to warn of what was
     cut off. The second answer is shorter here than the first, so that there is nothing to compare.
@@ -192,7 +192,7 @@ class PaddingProcessor(StandIn):
 
     Args:
         real: The processor.
-        most_tokens: So many tokens it reads besides those of images, of which it cuts off the rest.
+        most_tokens: Maximum number of tokens, those of images not counted; further ones are cut off.
         note: As `PaddingTokenizer` takes it.
 
     Attributes:
@@ -220,9 +220,9 @@ class PaddingProcessor(StandIn):
 
 def in_own_precision(vae: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Returns a context without autocast for an autoencoder that asks for it (`force_upcast` in its config)."""
-    known = torch.amp.is_autocast_available(device.type)  # not so of models on paper
+    can_autocast = torch.amp.is_autocast_available(device.type)  # not so of models on paper
     if (
-        known
+        can_autocast
         and getattr(vae.config, "force_upcast", False)
         and torch.is_autocast_enabled(device.type)
     ):
@@ -231,7 +231,7 @@ def in_own_precision(vae: Any, device: torch.device) -> contextlib.AbstractConte
 
 
 def decoding_in_own_precision(vae: Any) -> contextlib.AbstractContextManager[Any]:
-    """Has an autoencoder decode latents of any type inside, which a pipeline gives it in that of its denoiser."""
+    """Context in which an autoencoder decodes latents in its own type, also if a pipeline gives it another one."""
     decode = vae.decode
 
     def decode_in_type(latents: Tensor, *args: Any, **options: Any) -> Any:
@@ -253,7 +253,7 @@ def of_type(real: Any, dtype: torch.dtype) -> Any:
 
 
 def of_length(real: Any, length: Callable[[], int]) -> StandIn:
-    """Returns a denoiser whose states of prompts have one length, whatever that of the prompts.
+    """Returns a denoiser whose states of prompts have one length for prompts of any length.
 
     Args:
         real: Computes.
@@ -274,7 +274,7 @@ def of_length(real: Any, length: Callable[[], int]) -> StandIn:
 
 
 def replaying(real: Any) -> Callable[[], StandIn]:
-    """Returns what makes stand-ins of an encoder: the first computes, later ones give its answers in turn."""
+    """Returns a maker of stand-ins of an encoder: the first computes, later ones give its answers in turn."""
     answers: list[Any] = []
 
     def make() -> StandIn:
@@ -301,11 +301,11 @@ class Lockstep:
     an entry for each. What prepares images and texts does so once for each sample.
 
     Args:
-        networks: Those that are called, by name.
-        encoders: Those whose `encode` is; of what it returns only the mode of the posterior is left.
+        networks: Networks that are called, by name.
+        encoders: Autoencoders whose `encode` is called; only the mode of its posterior is used.
         processors: Prepare texts and images.
         images: Prepares images, with `resize` and `preprocess`; None if nothing does.
-        num_samples: So many.
+        num_samples: Number of samples.
     """
 
     def __init__(
@@ -331,19 +331,19 @@ class Lockstep:
     def parts(self) -> Iterator[dict[str, Any]]:
         """Yields the stand-ins for a run of the call, sample by sample."""
         for answers, (processors, methods) in zip(self._answers, self._prepared, strict=True):
-            given = iter(answers)
+            replies = iter(answers)
             parts: dict[str, Any] = {name: make() for name, make in processors.items()}
             for name, part in self._networks.items():
-                call = partial(self._ask, part, given)
+                call = partial(self._ask, part, replies)
                 parts[name] = StandIn(part, call=call, dtype=part.dtype)
             for name, part in self._encoders.items():
-                mode = partial(self._ask, partial(_mode, part), given)
+                mode = partial(self._ask, partial(_mode, part), replies)
                 parts[name] = StandIn(
                     part, encode=lambda pixels, mode=mode: posterior_of(mode(pixels))
                 )
             if methods:
-                own = {name: make() for name, make in methods.items()}
-                parts["image_processor"] = StandIn(self._images, **own)
+                stand_ins = {name: make() for name, make in methods.items()}
+                parts["image_processor"] = StandIn(self._images, **stand_ins)
             yield parts
 
     def _ask(self, compute: Any, given: Iterator[Any], *args: Any, **options: Any) -> Any:
@@ -353,15 +353,15 @@ class Lockstep:
         raise Captured
 
     def answer(self) -> bool:
-        """Computes what all samples have asked for in the last run; returns whether they did."""
-        asked, self._asked = self._asked, []
-        if not asked:
+        """Computes the call that all samples made in the last run, as one batch; returns whether there was one."""
+        calls, self._asked = self._asked, []
+        if not calls:
             return False
-        args = [_joined(values) for values in zip(*(args for _, args, _ in asked), strict=True)]
-        options = {name: _joined([each[name] for *_, each in asked]) for name in asked[0][2]}
-        answer = asked[0][0](*args, **options)
+        args = [_joined(values) for values in zip(*(args for _, args, _ in calls), strict=True)]
+        options = {name: _joined([each[name] for *_, each in calls]) for name in calls[0][2]}
+        answer = calls[0][0](*args, **options)
         for index, answers in enumerate(self._answers):
-            rows = lambda x, index=index: x.chunk(len(asked))[index] if x.ndim else x
+            rows = lambda x, index=index: x.chunk(len(calls))[index] if x.ndim else x
             answers.append(pytree.tree_map_only(Tensor, rows, answer))
         return True
 
@@ -385,7 +385,7 @@ class Certain:
     """A posterior without a spread.
 
     Attributes:
-        mean: What it gives, `(B, ...)`.
+        mean: Its mode and every sample, `(B, ...)`.
     """
 
     mean: Tensor
@@ -405,7 +405,7 @@ def posterior_of(mode: Tensor) -> types.SimpleNamespace:
 
 
 def _joined(values: Sequence[Any]) -> Any:
-    """Returns an argument for all samples, of those that each has."""
+    """Returns an argument for all samples, joined from those of each."""
     if isinstance(values[0], Tensor) and values[0].ndim:
         return torch.cat(list(values))
     if isinstance(values[0], list):
@@ -414,7 +414,7 @@ def _joined(values: Sequence[Any]) -> Any:
 
 
 def in_type(answer: Any, dtype: torch.dtype) -> Any:
-    """Gives floating tensors a type, wherever they stand in an answer."""
+    """Converts all floating-point tensors in an answer to a type."""
     return pytree.tree_map_only(
         Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, answer
     )
@@ -423,7 +423,7 @@ def in_type(answer: Any, dtype: torch.dtype) -> Any:
 def no_decoder(
     real: Any, give: Callable[[Tensor], None], encode: Callable[..., Any] | None = None
 ) -> StandIn:
-    """Returns an autoencoder that gives away what it shall decode, and ends the call.
+    """Returns an autoencoder that passes its input to `on_decode`, and ends the call.
 
     Args:
         real: Encodes by itself, unless `encode` does.
@@ -452,10 +452,10 @@ def encoding_first_frames(
 
     Args:
         real: The autoencoder.
-        images: What is animated, `(B, 3, H, W)` in [0, 1].
+        images: Images to animate, `(B, 3, H, W)` in [0, 1].
         noise: Mean and deviation of the logarithm of the deviation of the noise that is added to the first frame,
             whose pixels are in [-1, 1]; None for no noise.
-        generator: Of that noise and of what is drawn from posteriors; None for the global one.
+        generator: Of that noise and of samples of posteriors; None for the global one.
     """
     encode, answers, number = encoding(real), list[Any](), itertools.count()
 
@@ -490,7 +490,7 @@ def encoding_first_frames(
 
 
 def first_frame_processor(real: Any) -> StandIn:
-    """Returns a processor that takes images in [0, 1] of the size that is drawn to [-1, 1], and reads no values."""
+    """Returns a processor that takes images in [0, 1] of the sampled size to [-1, 1], and reads no values."""
     return StandIn(real, preprocess=lambda image, *_, **__: 2 * image - 1)
 
 
@@ -551,7 +551,7 @@ def tensor_processor(real: Any) -> StandIn:
 
 
 def is_followed(real: Any) -> bool:
-    """Returns whether `tensor_processor` gives what an image processor does, but for rounding to 8 bits."""
+    """Returns whether `tensor_processor` equals an image processor, but for rounding to 8 bits."""
     levels = torch.randint(256, (3, 80, 96), generator=torch.Generator().manual_seed(0)).byte()
     expected = real(images=[levels.permute(1, 2, 0).numpy()], return_tensors="pt")["pixel_values"]
     got = tensor_processor(real)(images=levels[None] / 255)["pixel_values"]
@@ -559,10 +559,10 @@ def is_followed(real: Any) -> bool:
 
 
 def dropping_encoder(real: Any, shown: Tensor) -> StandIn:
-    """Returns an autoencoder whose encodings of some samples are zeros, as a pipeline draws without an image.
+    """Returns an autoencoder whose encodings of some samples are zeros, as a pipeline samples without an image.
 
     Args:
-        real: Encodes; of what it returns only the mode of the posterior is left.
+        real: The autoencoder, of whose posterior only the mode is used.
         shown: 1 for the samples whose encodings stay, 0 for the others, `(B,)`.
     """
 
@@ -575,18 +575,17 @@ def dropping_encoder(real: Any, shown: Tensor) -> StandIn:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a denoiser is given a number that belongs to a sample, such as the height of its image.
+    """A place among a denoiser's arguments with a number that belongs to a sample, such as its image's height.
 
     Attributes:
-        path: Where it stands in `(args, options)` of the denoiser, as `given` has it: of lists before it the number
-            of entries does not count, which may be that of the samples.
-        argument: Of the pipeline's call, whose value it is.
-        entry: Which number of that value.
-        column: Along the last axis of the tensor; None if it has this number only, maybe for each token.
+        path: Path in `(args, options)` of the denoiser, as `given` has it: of lists before it the number of entries
+            does not count, which may be that of the samples.
+        argument: Argument of the pipeline's call that has the number.
+        entry: Index of the number in that argument.
+        column: Index along the last axis of the tensor; None if it has this number only, maybe for each token.
         factor: The denoiser is given `factor * number + offset`.
         offset: See `factor`.
-        fixed: What tokens are given that are told another number, which stays: those of a first frame, without
-            noise, 0; None if there are none.
+        fixed: Number of some tokens that is not replaced: 0 for a first frame without noise; None if there is none.
     """
 
     path: pytree.KeyPath
@@ -599,7 +598,7 @@ class Place:
 
 
 def given(args: Sequence[Any], options: Mapping[str, Any]) -> dict[pytree.KeyPath, Any]:
-    """Returns what a denoiser is given, by where it stands in tuples, lists and mappings.
+    """Returns the arguments of a denoiser by their paths in tuples, lists and mappings.
 
     Example:
         >>> for path, value in given((["a", "b"], "c"), {"sizes": {"height": 64}}).items():
@@ -618,33 +617,33 @@ def _flat(tree: Any) -> tuple[list[tuple[pytree.KeyPath, Any]], pytree.TreeSpec]
 
 
 def per_sample(real: Any, places: Sequence[Place], values: Mapping[str, Tensor]) -> Any:
-    """Returns a denoiser that is given numbers for each sample where the pipeline gives it those of one.
+    """Returns a denoiser that takes numbers of each sample in place of the pipeline's, which are for all.
 
     Args:
-        real: Computes.
-        places: Where they are given.
-        values: The numbers, `(B, entries)`, by argument; those of the pipeline stay where there are none.
+        real: The denoiser.
+        places: Places of the numbers among its arguments.
+        values: The numbers, `(B, entries)`, by argument; the pipeline's own stay where there are none.
     """
-    known = [place for place in places if place.argument in values]
+    replaced = [place for place in places if place.argument in values]
 
     def call(*args: Any, **options: Any) -> Any:
-        found, structure = _flat((args, options))
-        leaves = dict(found)
-        for place in known:
+        flat, structure = _flat((args, options))
+        leaves = dict(flat)
+        for place in replaced:
             # Pipelines that compare the time with a boundary have it on the host.
             common = leaves[place.path].to(values[place.argument].device)
             numbers = place.factor * values[place.argument][:, place.entry] + place.offset
-            leaves[place.path] = own = numbers.to(common)
+            leaves[place.path] = value = numbers.to(common)
             if place.column is None:
-                own = own.view(-1, *[1] * (common.ndim - 1)).expand(-1, *common.shape[1:])
+                value = value.view(-1, *[1] * (common.ndim - 1)).expand(-1, *common.shape[1:])
                 if place.fixed is not None:
-                    own = torch.where(common == place.fixed, common, own)
-                leaves[place.path] = own
+                    value = torch.where(common == place.fixed, common, value)
+                leaves[place.path] = value
             else:
                 columns = list(common.unbind(-1))
-                columns[place.column] = own
+                columns[place.column] = value
                 leaves[place.path] = torch.stack(columns, -1)
         args, options = pytree.tree_unflatten(leaves.values(), structure)
         return real(*args, **options)
 
-    return StandIn(real, call=call) if known else real
+    return StandIn(real, call=call) if replaced else real

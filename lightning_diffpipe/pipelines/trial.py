@@ -1,4 +1,4 @@
-"""Runs of a pipeline's call in which nothing but its text encoders computes: what training must know of it.
+"""Runs of a pipeline's call with only its text encoders, which show training how to use the call.
 
 Runs with constant latents show what the tail does to latents before they are decoded: an order of axes, a factor
 and an offset for each channel. The inverse normalises what the encoder gives.
@@ -40,10 +40,10 @@ _NO_SIZE = (
 
 
 def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
-    """Runs the call at its default size with stand-ins, to see what can be trained and how.
+    """Runs the call at its default size with stand-ins, and configures it for training.
 
     Args:
-        step: The call; gets `arguments`, `time`, `places`, and what is said of the image.
+        step: The call; its `arguments`, `time`, `places` and attributes of the image are set.
         parts: The pipeline's parts by name. Its text encoders are called once, with an empty prompt; denoiser
             and decoder are not called.
 
@@ -105,7 +105,7 @@ def encoding_means(decoder: Any) -> Callable[..., Any]:
 
 
 class Trial:
-    """Runs of a call in which nothing but its text encoders computes.
+    """Runs of a call in which only its text encoders compute.
 
     Args:
         step: The call.
@@ -114,7 +114,7 @@ class Trial:
 
     def __init__(self, step: OneStep, parts: Mapping[str, Any]) -> None:
         self._step = step
-        # What parts were given in the last run, and what text encoders have answered to how many samples.
+        # Arguments of parts in the last run, and answers of text encoders by the number of samples.
         self._calls: dict[str, list[Any]] = defaultdict(list)
         self._answers: dict[str, list[tuple[int, Any]]] = defaultdict(list)
         modules = {n: part for n, part in parts.items() if isinstance(part, nn.Module)}
@@ -189,7 +189,7 @@ class Trial:
 
     @property
     def _given(self) -> Any:
-        """What the denoiser was given in the last run."""
+        """The arguments of the denoiser in the last run."""
         return self._calls[self._step.denoiser][0]
 
     def _decoded(
@@ -198,11 +198,11 @@ class Trial:
         times: Sequence[float] | None = None,
         further: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Returns what reaches the decoder for latents that are drawn so, given further arguments of the call."""
+        """Returns the decoder's input for latents from `draw`, with further arguments of the call."""
         times = times or (self._step.time_at(0.001),)
         self._drawn.clear()
         self._calls.clear()
-        found: list[Tensor] = []
+        decoded: list[Tensor] = []
 
         def recorded(shape: Sequence[int]) -> Tensor:
             self._drawn.append(tuple(shape))
@@ -210,7 +210,7 @@ class Trial:
 
         def step(_: Tensor, sample: Tensor) -> Tensor:
             if self._step.decoder is None:
-                found.append(sample)
+                decoded.append(sample)
             return sample
 
         discrete = "beta_schedule" in self._parts["scheduler"].config
@@ -222,15 +222,15 @@ class Trial:
             self._image(torch.ones(len(times))) | self._size | dict(further or {}),
             self._parts,
             step,
-            found.append,
+            decoded.append,
         )
-        counts = len(self._drawn), len(self._calls[self._step.denoiser]), len(found)
+        counts = len(self._drawn), len(self._calls[self._step.denoiser]), len(decoded)
         if counts != (1, 1, 1):
             raise ConfigurationError(
                 f"in one step {self._step.name} draws noise {counts[0]} times, calls its denoiser {counts[1]} "
                 f"times and decodes {counts[2]} times; training can follow pipelines that do each of them once"
             )
-        return found[0].float()
+        return decoded[0].float()
 
     @property
     def _size(self) -> dict[str, int]:
@@ -253,7 +253,7 @@ class Trial:
         return {self._step.image: pictures if len(pictures) > 1 else pictures[0]}
 
     def reads_several(self) -> bool:
-        """Says whether a sample may have several images, from a run with two."""
+        """Returns whether a sample may have several images, by a run with two."""
         try:
             self._decoded(torch.zeros, further=self._image(torch.tensor([0.2, 0.9])))
         except torch.OutOfMemoryError:
@@ -263,7 +263,7 @@ class Trial:
         return True
 
     def place_of_time(self) -> Place:
-        """Finds where the denoiser is given the time, from runs with one time for all samples.
+        """Determines the argument that gives the denoiser the time, by runs with one time for all samples.
 
         Raises:
             ConfigurationError: In no argument of its own, or not by a factor and an offset.
@@ -281,16 +281,16 @@ class Trial:
         path, values = next(iter(changed.items()), ((), ()))
         # One for each sample, or one for each of its tokens, all the same.
         if len(changed) == 1 and getattr(values[0], "shape", (0,))[:1] in ((), (1,), (3,)):
-            moves = values[0] != values[2]
-            rest, fixed = values[1][~moves].unique(), None
-            if len(rest) == 1 and not (values[1][moves] == rest).any():
-                fixed = rest.item()  # tokens of a first frame, without noise
-                values = [value[moves] for value in values]
+            is_time = values[0] != values[2]
+            others, fixed = values[1][~is_time].unique(), None
+            if len(others) == 1 and not (values[1][is_time] == others).any():
+                fixed = others.item()  # tokens of a first frame, without noise
+                values = [value[is_time] for value in values]
             low, middle, high = (value.float() for value in values)
             factor = (high - low) / (times[2] - times[0])
-            between = low + factor * (times[1] - times[0])
+            on_line = low + factor * (times[1] - times[0])
             offset, (first, *_) = low - times[0] * factor, factor.flatten()
-            is_line = torch.allclose(middle, between, rtol=1e-3) and bool((factor == first).all())
+            is_line = torch.allclose(middle, on_line, rtol=1e-3) and bool((factor == first).all())
             if is_line and torch.allclose(offset, offset.flatten()[0], atol=1e-3):
                 line = (x.flatten()[0].item() for x in (factor, offset))
                 self._step.time = times[1]
@@ -301,7 +301,7 @@ class Trial:
         )
 
     def check_samples_apart(self) -> None:
-        """Raises ConfigurationError unless the denoiser is given of three samples what it is given of each."""
+        """Raises ConfigurationError unless each of three samples reaches the denoiser as it does by itself."""
         times, latents = tuple(map(self._step.time_at, (0.1, 0.5, 0.9))), {}
         generator = torch.Generator().manual_seed(0)
 
@@ -313,7 +313,7 @@ class Trial:
                 )
             return latents.setdefault(0, torch.randn(tuple(shape), generator=generator))
 
-        # The text encoders say first what they say to one.
+        # First for one sample, whose answers of the text encoders are then repeated.
         self._decoded(torch.zeros)
         levels = torch.tensor([0.2, 0.5, 0.9])
         self._decoded(draw, times, self._image(levels))
@@ -328,7 +328,7 @@ class Trial:
                 )
 
     def refused_image(self) -> ConfigurationError | None:
-        """Says why training cannot follow what becomes of the image, from runs with a black and a grey one."""
+        """Returns the error if training cannot follow the use of the image, by runs with a black and a grey one."""
         step = self._step
         if step.image is None:
             return None
@@ -362,7 +362,7 @@ class Trial:
         return None
 
     def places_of_sizes(self) -> tuple[Place, ...]:
-        """Finds where the denoiser is given sizes, from two runs with other numbers.
+        """Determines the arguments that give the denoiser sizes, by two runs with other numbers.
 
         Raises:
             ConfigurationError: It is told them in another way than by the numbers themselves.
@@ -395,7 +395,7 @@ class Trial:
         return tuple(places)
 
     def tail(self) -> Tail:
-        """Finds out what happens to latents between the loop and the decoder.
+        """Determines the pipeline's operations on latents between the loop and the decoder.
 
         Raises:
             ConfigurationError: More than an order of axes, a factor and an offset for each channel.
@@ -411,7 +411,7 @@ class Trial:
         if self._step.animates:
             whole = decoded
             is_given = [not frame.any() for frame in scale.unbind(2)]
-            num_given = next((n for n, given in enumerate(is_given) if not given), 0)
+            num_given = next((n for n, each in enumerate(is_given) if not each), 0)
             decoded = lambda draw: whole(draw)[:, :, num_given:]
             shift, scale = shift[:, :, num_given:], scale[:, :, num_given:]
         refusal = ConfigurationError(
@@ -456,12 +456,12 @@ class Trial:
         )
 
     def _of_darker_image(self, num_given: int) -> Tensor:
-        """Returns what is decoded without noise for an image of half the brightness, as `tail` has it."""
+        """Returns the decoder's input without noise for an image of half the brightness, as `tail` has it."""
         further = self._image(torch.tensor([0.5]))
         return self._decoded(torch.zeros, further=further)[:, :, num_given:]
 
     def _temporal_ratio(self, axes: Sequence[int | None]) -> int | None:
-        """Returns by how many frames a video grows for one more frame of its latents; None without an image."""
+        """Returns the frames of a video for each frame of its latents after the first; None without an image."""
         if not self._step.animates or (axis := axes[2]) is None:
             return None
         longer = self._drawn[0][axis]
@@ -478,7 +478,7 @@ def _positions(shape: Sequence[int], axis: int) -> Tensor:
 
 
 def _axis_of(values: Tensor) -> int | None:
-    """Returns the axis along which entries are their positions, if there is one."""
+    """Returns the axis along which entries equal their positions; None without one."""
     for axis, length in enumerate(values.shape):
         expected = _positions(values.shape, axis).to(values.device)
         if length > 1 and torch.allclose(values, expected, atol=0.05, rtol=1e-3):
@@ -493,7 +493,7 @@ def _is_per_channel(values: Tensor) -> bool:
 
 
 def _is_row(together: Any, alone: Any, index: int, count: int) -> bool:
-    """Returns whether what one sample is given alone is its row, or its entry, of what several are given."""
+    """Returns whether the arguments of one sample by itself are its row, or its entry, of those of several."""
     if isinstance(together, Tensor):
         if not isinstance(alone, Tensor):
             return False

@@ -50,12 +50,12 @@ class Phase:
     """Steps in a row that call the same denoiser as often, with tensors of the same shapes.
 
     Attributes:
-        denoisers: Which; several if each step calls several.
-        shape: Of the latents, those of all ranks.
-        start: Steps before them.
-        calls: For the first and the last of them that call any, arguments of each call. What is one object in both
-            was the same in all steps between.
-        num_calls: For each of them, how many calls.
+        denoisers: Names of the denoisers that each step calls.
+        shape: Shape of the latents of all ranks.
+        start: Number of steps before the phase.
+        calls: Arguments of each call, in the first and the last step that make any. An argument that is one object
+            in both was the same in all steps between.
+        num_calls: Number of calls in each step.
     """
 
     denoisers: tuple[str, ...]
@@ -65,7 +65,7 @@ class Phase:
     num_calls: list[int] = field(default_factory=list)
 
     def goes_on(self, denoisers: tuple[str, ...], calls: list[dict[str, Any]]) -> bool:
-        """Returns whether a step that makes such calls is one of them."""
+        """Returns whether a step that makes such calls belongs to the phase."""
         first = self.calls[0] if self.calls else calls
         return self.denoisers == denoisers and shapes_given(first) == shapes_given(calls)
 
@@ -79,12 +79,12 @@ class Samples:
         inner frames   frames of 0, frames of 1
 
     Attributes:
-        num: How many; 1 if their rows are not known.
-        latents: `inner` of what the scheduler is given.
+        num: Number of samples; 1 if their rows are not known.
+        latents: `inner` of the latents that the scheduler is given.
         inputs: `inner` of the latents that the denoiser is given.
-        inner: Of its arguments by their places, 0 for those that all samples share. Others have rows of samples if
-            they have as many as the latents.
-        reason: Why ranks cannot divide the samples, or None.
+        inner: `inner` of the denoiser's arguments by their places, 0 for those that all samples share. An argument
+            that is not named has rows of samples if it has as many rows as the latents.
+        reason: Reason for which ranks cannot divide the samples, or None.
         copies: Whether the loop copies the first prediction of a step before it asks for the second.
     """
 
@@ -129,26 +129,25 @@ class Call:
     """One request, without the model.
 
     Attributes:
-        pipeline: Its call.
+        pipeline: Call of the diffusers pipeline.
         phases: Steps by how they call denoisers: one phase, unless these take turns or guidance ends.
         timesteps: One for each step.
         whole: Latents of all ranks, as the first step is given them.
-        scheduler: As it is before that.
-        num_samples: Samples the request draws.
+        scheduler: Scheduler in its state before the first step.
+        num_samples: Samples of the request.
         step_arguments: Further arguments of `scheduler.step`, such as `eta`.
         channels: Channels of a prediction that the loop looks at; None means all.
-        mixes: Of what the loop's own code brings rows together: `"latents"`, `"predictions"`.
+        mixes: Tensors whose rows the loop's own code combines: `"latents"`, `"predictions"`.
         by_place: Attention may treat rows by their place in the batch, which is not cut into branches then.
-        rows: Of the latents, that this rank draws; None means all.
-        mine: The samples that this rank draws; None means all.
-        divided: Where the branches of guidance were before they were divided over two halves of the
-            ranks: `"batch"`, `"calls"`, or None if they are together.
-        index: Which of the branches this rank computes.
+        rows: Rows of the latents that this rank computes; None means all.
+        mine: Samples that this rank computes; None means all.
+        divided: Place where ranks divide branches of guidance: in the `"batch"`, or by `"calls"`; None for neither.
+        index: Index of the branch that this rank computes.
         random_states: Of the default generators of the rank that made the call, that of the host first. Noise is
-            drawn from these where the pipeline hands its scheduler no generator, on all ranks alike.
-        loop: The one that draws here, once it has started.
+            sampled by these where the pipeline passes its scheduler no generator, on all ranks alike.
+        loop: Loop of this rank, once it has started.
         stepped: Schedulers of patches of the request that began last, once they have stepped.
-        samples_in: Which rows are of which sample, where that was observed (`observe_samples`).
+        samples_in: Rows of each sample, where they were observed (`observe_samples`).
     """
 
     pipeline: PipelineCall
@@ -172,7 +171,7 @@ class Call:
 
     @property
     def separable(self) -> Samples:
-        """Samples that ranks can divide; as most pipelines have them, where that was not observed."""
+        """Samples that ranks can divide; in the layout of most pipelines, where it was not observed."""
         return self.samples_in or Samples(self.num_samples)
 
     @property
@@ -182,7 +181,7 @@ class Call:
 
     @property
     def denoiser(self) -> str:
-        """The one that ranks share in the first phase."""
+        """Name of the denoiser that ranks share in the first phase."""
         return self.phases[0].denoisers[0]
 
     def phase(self, index: int, latents: Tensor) -> Call:
@@ -198,7 +197,7 @@ class Call:
 
     @property
     def latents(self) -> Tensor:
-        """Start noise of the samples that this rank draws."""
+        """Start noise of the samples of this rank."""
         return self.whole if self.rows is None else self.whole[self.rows]
 
     @property
@@ -293,10 +292,10 @@ class Call:
         return loop
 
     def _compute(self, model: nn.Module, arguments: dict[str, Any]) -> Any:
-        """Answers a call of the denoiser with what this rank computes of it; the rest is NaN."""
+        """Answers a call of the denoiser with the rows that this rank computes; others are NaN."""
         num_rows = len(arguments[latents_name(arguments)])
-        own = self._own_rows(num_rows)
-        if own is None:
+        rows = self._own_rows(num_rows)
+        if rows is None:
             return model(**arguments)
         cut, times = self._cut(arguments), arguments.get("timestep")
         several = isinstance(times, Tensor) and times.ndim and len(times) > 1
@@ -307,12 +306,12 @@ class Call:
             )
         out = model(**cut)[0]
         if self.divided == "batch":
-            num_rows //= 2
-            own = [row - self.index * num_rows for row in own]
-        if len(own) == num_rows:
+            num_rows //= 2  # of the branch, which is exchanged
+            rows = [row - self.index * num_rows for row in rows]
+        if len(rows) == num_rows:
             return Prediction((out,))
         whole = out.new_full((num_rows, *out.shape[1:]), float("nan"))
-        whole[own] = out
+        whole[rows] = out
         return Prediction((whole,))
 
     def _own_rows(self, num_rows: int) -> list[int] | None:
@@ -329,7 +328,7 @@ class Call:
         return self._kept(num_rows, self.separable.inputs)
 
     def _kept(self, size: int, inner: int) -> list[int]:
-        """Returns which of so many rows are of this rank's samples and branch of guidance."""
+        """Returns the rows, of a number of rows, of this rank's samples and branch of guidance."""
         rows, half = range(size), size // 2
         if self.divided == "batch":
             rows = rows[half * self.index : half * (self.index + 1)]
@@ -372,14 +371,14 @@ class Call:
             # In containers of their own, which models may change.
             return pytree.tree_map(lambda x: x, last if is_last else first)
 
-        def unknown(one: Any, other: Any) -> Any:
-            if not isinstance(one, Tensor) or one is other:
-                return _NAN if isinstance(one, float) and one != other else one
-            dtype = one.dtype if one.is_floating_point() else torch.get_default_dtype()
-            return torch.full_like(one, float("nan"), dtype=dtype)
+        def unknown(early: Any, late: Any) -> Any:
+            if not isinstance(early, Tensor) or early is late:
+                return _NAN if isinstance(early, float) and early != late else early
+            dtype = early.dtype if early.is_floating_point() else torch.get_default_dtype()
+            return torch.full_like(early, float("nan"), dtype=dtype)
 
         return [
-            pytree.tree_map(unknown, one, other) for one, other in zip(first, last, strict=True)
+            pytree.tree_map(unknown, early, late) for early, late in zip(first, last, strict=True)
         ]
 
     @property
@@ -465,7 +464,7 @@ class Call:
         return 1 if self.separable.reason else self.separable.num
 
     def of_own_rows(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns further arguments of a step, of those with a row for each of the latents this rank's rows."""
+        """Returns further arguments of a step; of one with as many rows as the latents, this rank's rows."""
         rows, size = self.rows, len(self.whole)
         return {
             n: x[rows] if rows and isinstance(x, Tensor) and x.ndim and len(x) == size else x
@@ -485,7 +484,7 @@ class Call:
         return len(self.whole) // self.num_samples
 
     def finish(self, latents: Tensor) -> Any:
-        """Returns what the pipeline makes of the final latents, on the rank that leads."""
+        """Returns the pipeline's images for the final latents, on rank 0."""
         try:
             return self.loop[0].finish(latents)
         finally:
@@ -498,7 +497,7 @@ class Call:
             self.loop.pop().close()
 
     def packed(self) -> Call:
-        """Returns the call as it travels, on the host."""
+        """Returns the call as it is sent to other ranks, on the host."""
         return replace(
             self._on("cpu"),
             scheduler=on_host(self.scheduler),
@@ -520,7 +519,7 @@ class Call:
 
     @contextmanager
     def drawing_alike(self, rank: int) -> Iterator[None]:
-        """Lets default generators go on from where those of rank 0 were; they go back on others."""
+        """Gives default generators the states of rank 0's; afterwards other ranks get their own states back."""
         with drawing_from(self.random_states, self.latents.device, goes_back=rank > 0):
             yield
 
@@ -528,27 +527,27 @@ class Call:
 def _with_latents(arguments: Mapping[str, Any], latents: Tensor) -> dict[str, Any]:
     """Returns arguments of a denoiser, and of its controls, for other latents."""
     name = latents_name(arguments)
-    given = dict(arguments) | {name: _given(arguments[name], latents)}
-    if "controls" in given:
-        given["controls"] = [(n, _with_latents(each, latents)) for n, each in given["controls"]]
-    return given
+    changed = dict(arguments) | {name: _given(arguments[name], latents)}
+    if "controls" in changed:
+        changed["controls"] = [(n, _with_latents(each, latents)) for n, each in changed["controls"]]
+    return changed
 
 
 def _given(seen: Tensor, latents: Tensor) -> Tensor:
-    """Returns what the denoiser, which has seen `seen`, is given for `latents` of one row for each sample."""
-    given = torch.cat([latents.to(seen.dtype)] * (len(seen) // len(latents)))
-    for axis in _inserted(seen, given):
-        given = given.unsqueeze(axis)
-    if given.ndim != seen.ndim:
+    """Returns the denoiser's input, in the layout of `seen`, for `latents` of one row for each sample."""
+    repeated = torch.cat([latents.to(seen.dtype)] * (len(seen) // len(latents)))
+    for axis in _inserted(seen, repeated):
+        repeated = repeated.unsqueeze(axis)
+    if repeated.ndim != seen.ndim:
         raise ConfigurationError(
             f"the denoiser is given {tuple(seen.shape)} for latents {tuple(latents.shape)}, and it is not known "
             "which axes are those of the latents, by which ranks divide them; sample with method=single"
         )
     for axis in range(1, seen.ndim):
-        missing = seen.shape[axis] - given.shape[axis]
+        missing = seen.shape[axis] - repeated.shape[axis]
         if missing > 0:
-            return torch.cat([given, seen.narrow(axis, given.shape[axis], missing)], axis)
-    return given
+            return torch.cat([repeated, seen.narrow(axis, repeated.shape[axis], missing)], axis)
+    return repeated
 
 
 def _inserted(seen: Tensor, latents: Tensor) -> list[int]:

@@ -50,16 +50,16 @@ _KEEPS_NOTHING = _PLAIN | torch.dtype | torch.device | Tensor
 
 
 class Absent(Tensor):
-    """Stands for a result that is not here, and for all that is made of it: no values, one entry on each axis."""
+    """Stand-in for a result on another rank, and for values computed from it: one entry on each axis, no values."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Computes with the one entry; what that has not the size for gives the same again."""
+        """Computes with the one entry; an operation that fails for its size returns the entry as it is."""
         try:
             return super().__torch_function__(func, types, args, kwargs or {})
         except (RuntimeError, ValueError, IndexError):
-            given = pytree.tree_leaves((args, kwargs))
-            return next(x for x in given if isinstance(x, cls))
+            leaves = pytree.tree_leaves((args, kwargs))
+            return next(x for x in leaves if isinstance(x, cls))
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,15 @@ class Division:
 
     Attributes:
         owners: A rank for each call, in order.
-        returned: What the decoder returns: the number of axes in place of the result, its first leaf, and None in
-            place of others, which may be read by the next call of the same rank, but by nobody else.
+        returned: Outline of the decoder's output: the number of axes in place of its first leaf, the result, and
+            None in place of other leaves, which only the next call of the same rank may read.
     """
 
     owners: tuple[int, ...]
     returned: Any
 
     def answer(self, result: Tensor | None = None, others: Collection[Any] = ()) -> Any:
-        """Returns what a call returns, with an `Absent` if the result is not here."""
+        """Returns the output of a call, with an `Absent` if another rank has the result."""
         (num_axes, *rest), spec = pytree.tree_flatten(self.returned)
         if result is None:
             result = torch.empty((1,) * num_axes, device="meta").as_subclass(Absent)
@@ -86,7 +86,7 @@ class Division:
 def _decoded(
     vae: Any, answer: Callable[[dict[str, Any]], Any], given: Any, settings: Mapping[str, Any]
 ) -> Any:
-    """Runs the `decode` of an autoencoder with these attributes, and a decoder that is answered."""
+    """Runs the `decode` of an autoencoder with these attributes, and `answer` in place of its decoder."""
     answered = copy.copy(vae)
     vars(answered).update(vars(vae) | settings, decoder=answered_by(vae.decoder, answer))
     vars(answered).pop("decode", None)
@@ -105,10 +105,12 @@ def divide(
         vae: The autoencoder.
         given: Arguments of its `decode`: `args` and `kwargs`.
         num_ranks: Ranks that can compute.
-        looked: What is known of the decoder, which is looked at once; added to.
+        looked: Properties of the decoder, which is examined once; added to.
     """
     groups, costs = list[int](), Counter[int]()
-    left: dict[int, tuple[Any, int]] = {}  # by identity, which no other object has while it is kept
+    seen: dict[
+        int, tuple[Any, int]
+    ] = {}  # objects with groups, by id; kept, so that ids stay theirs
 
     def answer(arguments: dict[str, Any]) -> Any:
         if not looked:
@@ -116,17 +118,17 @@ def divide(
         leaves = pytree.tree_leaves(arguments)
         # Into lists and dictionaries a call may write; others may be what an earlier one has returned.
         stop = lambda x: isinstance(x, list | dict)
-        kept = [x for value in arguments.values() for x in pytree.tree_leaves(value, stop)]
-        kept = [x for x in (*kept, *leaves) if not isinstance(x, _KEEPS_NOTHING)]
-        continued = {left[id(x)][1] for x in kept if id(x) in left}
+        objects = [x for value in arguments.values() for x in pytree.tree_leaves(value, stop)]
+        objects = [x for x in (*objects, *leaves) if not isinstance(x, _KEEPS_NOTHING)]
+        continued = {seen[id(x)][1] for x in objects if id(x) in seen}
         reads_result = any(isinstance(x, Absent) for x in leaves)
         if looked["returned"] is None or reads_result or len(continued) > 1:
             raise GraphError("calls that depend on each other")
-        group = continued.pop() if continued else len(costs)
+        group = continued.pop() if continued else len(costs)  # calls that one rank has to compute
         groups.append(group)
         costs[group] += next(x.numel() for x in leaves if isinstance(x, Tensor))
         others = [object() for _ in pytree.tree_leaves(looked["returned"])[1:]]
-        left.update({id(x): (x, group) for x in (*kept, *others)})
+        seen.update({id(x): (x, group) for x in (*objects, *others)})
         return Division((), looked["returned"]).answer(None, others)
 
     try:
@@ -142,16 +144,16 @@ def divide(
 
 
 def _returned(decoder: nn.Module, arguments: dict[str, Any]) -> Any:
-    """Returns what a call on fake tensors returns, as a `Division` has it.
+    """Returns the outline of a call's output, as a `Division` has it, by a call on fake tensors.
 
     None if the decoder draws numbers, leaves something in its modules, or cannot be run so.
     """
 
     def run(model: nn.Module, mode: TrackedFakeMode) -> Any:
-        given = fake_batch(copied(arguments), mode)
+        fakes = fake_batch(copied(arguments), mode)
         before, numbers = _attributes(model), _Draws()
         with numbers:
-            leaves, spec = pytree.tree_flatten(model(**given))
+            leaves, spec = pytree.tree_flatten(model(**fakes))
         is_changed = [*map(id, before)] != [*map(id, _attributes(model))]
         if numbers.any or is_changed or not isinstance(leaves[0], Tensor):
             return None
@@ -165,10 +167,10 @@ def _returned(decoder: nn.Module, arguments: dict[str, Any]) -> Any:
 
 
 def _attributes(model: nn.Module) -> list[Any]:
-    """Returns attributes of all modules of a model, and what is in lists and dictionaries among them."""
-    held = [x for module in model.modules() for x in vars(module).values()]
-    inner = [x.values() if isinstance(x, dict) else x for x in held if isinstance(x, dict | list)]
-    return [*held, *(x for each in inner for x in each)]
+    """Returns attributes of all modules of a model, and the values in lists and dictionaries among them."""
+    values = [x for module in model.modules() for x in vars(module).values()]
+    inner = [x.values() if isinstance(x, dict) else x for x in values if isinstance(x, dict | list)]
+    return [*values, *(x for each in inner for x in each)]
 
 
 class _Draws(TorchDispatchMode):
@@ -198,16 +200,16 @@ class _Job:
 
 @dataclass
 class Decoding:
-    """Decodes what one request has drawn.
+    """Decodes the latents of one request.
 
     Attributes:
         world: All ranks.
         part: Returns an autoencoder by its name among the parts of the pipeline, on any rank.
         compare: Refuses, on all ranks, one that other ranks have otherwise.
-        guard: Around what all ranks do together: ends the request on all of them.
-        device: Where this rank computes.
-        looked: What is known of decoders from earlier requests, by name; added to.
-        others_wait: On rank 0, whether all ranks have sampled, so that others wait for what is to be decoded.
+        guard: Context of work that all ranks do together: an error ends the request on all of them.
+        device: Device of this rank.
+        looked: Properties of decoders from earlier requests, by name; added to.
+        others_wait: On rank 0, whether all ranks have sampled, so that others wait for latents to decode.
         num_calls: Calls of the decoder that each rank has computed; on rank 0, empty if that decoded alone.
         num_bytes: Bytes that were sent to rank 0.
         weight_bytes: Bytes of the autoencoder's weights, which each rank holds then.
@@ -225,13 +227,13 @@ class Decoding:
     weight_bytes: int = 0
 
     def end(self) -> None:
-        """Lets other ranks go, on rank 0, when the pipeline's call has ended, by an error perhaps."""
+        """Ends `follow` on other ranks, from rank 0, when the pipeline's call has ended or failed."""
         if self.others_wait:
             self.others_wait = False
             self.world.links.broadcast_object(lambda: None)
 
     def follow(self) -> None:
-        """Decodes what rank 0 says, on other ranks, until it has ended; raises DiffPipeError if any rank fails."""
+        """Decodes the jobs of rank 0, on other ranks, until it ends; raises DiffPipeError if any rank fails."""
         while (job := self.world.links.broadcast_object(lambda: None)) is not None:
             self._share(job, None)
 
@@ -245,16 +247,16 @@ class Decoding:
                 vars(dividing).setdefault("decode", partial(self._decode, name, dividing))
 
     def _decode(self, name: str, vae: Any, *args: Any, **kwargs: Any) -> Any:
-        """Decodes on all ranks what can be divided, and else here; on rank 0."""
-        division, given = None, {"args": args, "kwargs": kwargs}
+        """Decodes on all ranks if the calls can be divided, else on rank 0; called there."""
+        division, arguments = None, {"args": args, "kwargs": kwargs}
         if self.others_wait:  # else a callback decodes in the middle of the loop
-            num_ranks, known = self.world.num_ranks, self.looked.setdefault(name, {})
-            division = divide(vae, given, num_ranks, known)
+            num_ranks, looked = self.world.num_ranks, self.looked.setdefault(name, {})
+            division = divide(vae, arguments, num_ranks, looked)
         if division is None:
             return type(vae).decode(vae, *args, **kwargs)
         settings = {n: x for n, x in vars(vae).items() if isinstance(x, _PLAIN)}
         dtypes = [x.dtype for x in _states(vae)]
-        job = _Job(name, division, moved(snapshot(given), "cpu"), settings, dtypes)
+        job = _Job(name, division, moved(snapshot(arguments), "cpu"), settings, dtypes)
         self.others_wait = False  # unless all goes well
         self.world.links.broadcast_object(lambda: job)
         images = self._share(job, vae)
@@ -262,17 +264,17 @@ class Decoding:
         return images
 
     def _share(self, job: _Job, vae: Any) -> Any:
-        """Computes this rank's calls; returns what `decode` returns, on rank 0."""
+        """Computes this rank's calls; returns the value of `decode`, on rank 0."""
         world, links = self.world, self.world.links
         with self.guard():
             read = partial(self.part, job.name) if vae is None else lambda: vae
             part = world.agree("reading the autoencoder", read)
             self.compare(job.name)
-            given = moved(restored(job.given, self.device), self.device)
-            own = world.agree("decoding", lambda: self._computed(job, part, given))
-            shapes = world.gather([TensorShape.of(x) for x in own])
+            arguments = moved(restored(job.given, self.device), self.device)
+            outputs = world.agree("decoding", lambda: self._computed(job, part, arguments))
+            shapes = world.gather([TensorShape.of(x) for x in outputs])
             if world.rank > 0:
-                for each in own:
+                for each in outputs:
                     links.send(each, 0, "images")
                 links.finish()
                 return None
@@ -280,12 +282,12 @@ class Decoding:
             self.num_calls = [num + len(each) for num, each in zip(before, shapes, strict=True)]
             self.num_bytes += sum(shape.nbytes for each in shapes[1:] for shape in each)
             self.weight_bytes = sum(x.numel() * x.element_size() for x in _states(part))
-            results = [deque(partial(lambda x: x, x) for x in own)]
+            results = [deque(partial(lambda x: x, x) for x in outputs)]
             for rank, each in enumerate(shapes[1:], 1):
                 results += [deque(links.receive(shape, rank, "images").wait for shape in each)]
             owners = iter(job.division.owners)
             answer = lambda _: job.division.answer(results[next(owners)].popleft()())
-            return _decoded(part, answer, given, job.settings)
+            return _decoded(part, answer, arguments, job.settings)
 
     def _computed(self, job: _Job, vae: Any, given: Any) -> list[Tensor]:
         """Returns the results of this rank's calls, in order."""

@@ -15,7 +15,7 @@ as little as one tensor: an optimizer changes all elements of one, weight decay 
 Not caught: single bytes that a disk or a network has changed elsewhere in a large tensor, and a table of which only
 a few rows were trained, such as embeddings of classes. For these, compare checksums of the files.
 
-Requests are compared as well, as text: rank 0's is drawn, and who asks for another one does not get it unawares.
+Requests are compared as well, as text: rank 0's is sampled, and a rank that was given another one raises an error.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Identity:
         options: Arguments of the Predictor, as text by name.
         config: Of the denoiser, as text by name.
         weights: Digests of all tensors by name.
-        origin: Where the weights are, for messages.
+        origin: Host and folder of the weights, for messages.
         files: File of each tensor, if there are several.
     """
 
@@ -89,13 +89,13 @@ class Identity:
         digests, files = {}, {}
         for path in sorted(read):
             if path.suffix != ".bin":
-                own = digests_of_safetensors(path)
+                of_file = digests_of_safetensors(path)
             else:  # whose tensors are not known
                 size = path.stat().st_size
                 whole = torch.from_file(str(path), size=size, dtype=torch.uint8)
-                own = {path.name: digest_of_tensor(whole)}
-            digests |= own
-            files |= dict.fromkeys(own, f"/{path.name}")
+                of_file = {path.name: digest_of_tensor(whole)}
+            digests |= of_file
+            files |= dict.fromkeys(of_file, f"/{path.name}")
         texts = as_texts({k: v for k, v in config.items() if not k.startswith("_")})
         return cls({}, texts, digests | loras, f"{socket.gethostname()}:{folder}", files)
 
@@ -118,7 +118,7 @@ def refuse_other_models(world: World, mine: Identity) -> None:
 
 
 def as_texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns what can be compared between processes."""
+    """Returns texts that can be compared between processes."""
     return {name: _text(value) for name, value in values.items()}
 
 
@@ -137,7 +137,7 @@ def _text(value: Any) -> str:
 
 
 def refuse_other_request(rank: int, mine: Mapping[str, str], first: Mapping[str, str]) -> None:
-    """Raises ConfigurationError if this rank is asked for something else than rank 0, both as texts."""
+    """Raises ConfigurationError if the requests of this rank and of rank 0, both as texts, differ."""
     if names := differing(mine, first):
         name = names[0]
         raise ConfigurationError(
@@ -147,7 +147,7 @@ def refuse_other_request(rank: int, mine: Mapping[str, str], first: Mapping[str,
 
 
 def differing(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Returns the names under which two mappings have something else, or one has nothing."""
+    """Returns the names under which two mappings differ, or only one has a value."""
     return sorted(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
 
 

@@ -51,15 +51,15 @@ _log = logging.getLogger(__name__)
 
 
 class InseparableError(Exception):
-    """Why it cannot be told which rows belong to which sample."""
+    """The rows of each sample cannot be determined; the message says why."""
 
 
 def dry_run_of(call: PipelineCall) -> Call:
-    """Runs the call on the rank that has all parts, without computing anything but what is before the loop.
+    """Runs the call on the rank that has all parts, computing only the code before the loop.
 
     Raises:
         ConfigurationError: It runs no loop of denoiser calls and scheduler steps, or not with this scheduler.
-        Exception: What the pipeline's own checks raise.
+        Exception: The pipeline's own checks fail.
     """
     first = _ObservedRun(_quiet(call), None)
     request, record, num_steps = first.request, first.record, len(first.timesteps)
@@ -92,7 +92,7 @@ def dry_run_of(call: PipelineCall) -> Call:
 
 
 def _quiet(call: PipelineCall) -> PipelineCall:
-    """Returns a call for trials, without callbacks: what these ask for is checked before there are true latents."""
+    """Returns a call for trials, without callbacks, whose requests are checked before there are true latents."""
     callbacks = {n for n, v in call.arguments.items() if n.startswith("callback") and callable(v)}
     others = {n: v for n, v in call.arguments.items() if n not in callbacks}
     return replace(call, arguments=restored(snapshot(others)))  # whose generators are used up
@@ -106,7 +106,7 @@ class _ObservedRun:
         num_steps: Steps after which the run ends; None runs and records all of the call.
 
     Attributes:
-        request: A `Call` of what the run has shown.
+        request: The `Call` that the run has observed.
         record: Answers of the parts, if they are recorded.
         timesteps: One for each step.
     """
@@ -167,13 +167,13 @@ class _ObservedRun:
 
 
 def _as_first(first: Any, before: Any, now: Any) -> Any:
-    """Returns arguments of a step, in which what has been the same in all steps is the object of the first."""
+    """Returns arguments of a step; those that were the same in all steps are the objects of the first step."""
     flat, spec = pytree.tree_flatten(now)
     (ones, one_spec), (others, other_spec) = map(pytree.tree_flatten, (first, before))
     if not one_spec == other_spec == spec:
         return now
-    kept = [a if a is b and same(a, c) else c for a, b, c in zip(ones, others, flat, strict=True)]
-    return pytree.tree_unflatten(kept, spec)
+    leaves = [a if a is b and same(a, c) else c for a, b, c in zip(ones, others, flat, strict=True)]
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def _refuse_predicted_variance(step: Step) -> None:
@@ -193,17 +193,17 @@ def _refuse_predicted_variance(step: Step) -> None:
 
 
 def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:
-    """Finds by NaN in half of them whether the loop's own code brings rows of latents or predictions together."""
+    """Returns whether the loop's own code combines rows of latents or predictions, by NaN in half of them."""
     is_mixed, num_left = False, num_steps
     before = torch.empty(0)  # latents after the last step
 
     def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
         nonlocal is_mixed
-        given = arguments[latents_name(arguments)]
-        if what == "latents" and (given.ndim == before.ndim or given.ndim > before.ndim >= 4):
-            axis = 1 if given.ndim == 3 else -2
+        latents = arguments[latents_name(arguments)]
+        if what == "latents" and (latents.ndim == before.ndim or latents.ndim > before.ndim >= 4):
+            axis = 1 if latents.ndim == 3 else -2
             size = before.shape[axis] // 2
-            is_mixed |= bool(given.narrow(axis, size, given.shape[axis] - size).isnan().any())
+            is_mixed |= bool(latents.narrow(axis, size, latents.shape[axis] - size).isnan().any())
         zeros = predicted_zeros(call.parts[name], arguments)
         noise = [_random(x, len(x)) for x in zeros]
         return Prediction(map(_half_marked, noise) if what == "predictions" else noise)
@@ -248,7 +248,7 @@ def _half_marked(x: Tensor) -> Tensor:
 
 
 def observe_samples(call: Call) -> Call:
-    """Returns the call with what is observed of its samples, on the rank that has all parts.
+    """Returns the call with the observed rows of its samples, on the rank that has all parts.
 
     Ranks that divide samples or branches of guidance have to know. Text encoders run once more, on one more sample.
     """
@@ -294,21 +294,21 @@ def _copies(call: Call) -> bool:
 
 
 def _growing(call: Call, num: int) -> tuple[dict[str, int], str]:
-    """Returns rows of the denoiser's arguments for each sample, and which argument has the latents."""
+    """Returns rows of the denoiser's arguments for each sample, and the name of the one with the latents."""
     here = _quiet(call.pipeline)
-    known = inspect.signature(getattr(type(here.pipeline), here.method)).parameters
+    parameters = inspect.signature(getattr(type(here.pipeline), here.method)).parameters
     reason: Exception | None = None
-    for num_more, arguments in with_more_samples(here.arguments, known):
+    for num_more, arguments in with_more_samples(here.arguments, parameters):
         record = replace(here.record, answers={})
         try:
             run = _ObservedRun(
                 replace(here, arguments=arguments, record=record), len(call.timesteps)
             )
             rows = dict[str, int]()
-            for one, other in zip(call.phases, run.request.phases, strict=True):
-                calls = zip(itertools.chain(*one.calls), itertools.chain(*other.calls), strict=True)
+            for few, more in zip(call.phases, run.request.phases, strict=True):
+                calls = zip(itertools.chain(*few.calls), itertools.chain(*more.calls), strict=True)
                 for pair in calls:
-                    of_call = growing(*pair, num, num_more)
+                    of_call = rows_by_place(*pair, num, num_more)
                     rows |= {n: max(each, rows.get(n, 0)) for n, each in of_call.items()}
             name = latents_name(call.steps[0][0])
             if rows[name] and len(run.request.whole) * num == len(call.whole) * num_more:
@@ -364,14 +364,14 @@ class _MarkedSampleRun:
         _run(run, self._on_denoise, self._on_step, after=self._refuse_marked)
 
     def _on_denoise(self, name: str, arguments: dict[str, Any]) -> Any:
-        given = arguments[latents_name(arguments)]
+        latents = arguments[latents_name(arguments)]
         zeros = predicted_zeros(self._parts[name], arguments)[0]
         out = _random(zeros, self._num_left)
         if self._num_left < self._num_steps:
-            rows = rows_with_nan(given)
-            self.inputs = self._order_of(rows, len(given))
+            rows = rows_with_nan(latents)
+            self.inputs = self._order_of(rows, len(latents))
             out[sorted(rows)] = _NAN
-        elif self._num_left == 1 and len(given) > self._num:
+        elif self._num_left == 1 and len(latents) > self._num:
             raise InseparableError("one step does not show the order of rows of its guidance")
         return Prediction((out,))
 
@@ -403,9 +403,9 @@ class _MarkedSampleRun:
 
 
 def count_samples(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns how many prompts a pipeline is given, and how many samples it draws of each."""
-    given = [arguments[name] for name in _OF_PROMPTS if arguments.get(name) is not None]
-    prompts = len(given[0]) if given and isinstance(given[0], list | tuple | Tensor) else 1
+    """Returns the number of prompts that a pipeline is given, and of samples for each."""
+    values = [arguments[name] for name in _OF_PROMPTS if arguments.get(name) is not None]
+    prompts = len(values[0]) if values and isinstance(values[0], list | tuple | Tensor) else 1
     each = [arguments[name] for name in _PER_PROMPT if arguments.get(name)]
     return arguments.get("batch_size") or prompts, each[0] if each else 1
 
@@ -413,7 +413,7 @@ def count_samples(arguments: Mapping[str, Any]) -> tuple[int, int]:
 def with_more_samples(
     arguments: Mapping[str, Any], known: Collection[str]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields arguments of a pipeline for more samples, with their number: the first that can be drawn will do.
+    """Yields arguments of a pipeline for more samples, with their number: the first that can be sampled will do.
 
     Args:
         arguments: Of the request.
@@ -458,8 +458,8 @@ def with_more_samples(
         yield of(prompts * (each + 1), {name: each + 1})
 
 
-def growing(one: Any, more: Any, num: int, num_more: int, place: str = "") -> dict[str, int]:
-    """Compares what is given for some samples and for more; returns rows for each sample, by place; 0 if shared.
+def rows_by_place(one: Any, more: Any, num: int, num_more: int, place: str = "") -> dict[str, int]:
+    """Compares arguments for some samples and for more; returns rows for each sample, by place; 0 if shared.
 
     Raises InseparableError if something has samples otherwise than in rows.
     """
@@ -488,8 +488,8 @@ def growing(one: Any, more: Any, num: int, num_more: int, place: str = "") -> di
 
 def _together(place: str, inside: list[Any], num: int, num_more: int) -> dict[str, int]:
     rows = {place: 0} if place else {}
-    for one, more, inner_place in inside:
-        rows |= growing(one, more, num, num_more, inner_place)
+    for few, more, inner_place in inside:
+        rows |= rows_by_place(few, more, num, num_more, inner_place)
     return rows
 
 
@@ -497,7 +497,7 @@ def inner_of(places: Mapping[str, int], name: str, inputs: int, arguments: Any) 
     """Returns `inner` of all arguments of a call of the denoiser, given that of its latents.
 
     Args:
-        places: Rows for each sample, from `growing`.
+        places: Rows for each sample, from `rows_by_place`.
         name: Of the argument with the latents.
         inputs: `inner` of these.
         arguments: Of that call.
@@ -524,5 +524,5 @@ def inner_of(places: Mapping[str, int], name: str, inputs: int, arguments: Any) 
 
 
 def rows_with_nan(x: Tensor) -> set[int]:
-    """Returns the rows in which something is NaN."""
+    """Returns the rows that have NaN entries."""
     return set(x.isnan().flatten(1).any(1).nonzero().flatten().tolist())

@@ -1,4 +1,4 @@
-"""IP-Adapters at sampling: images as prompts, by image tokens that attention layers of the denoiser read besides.
+"""IP-Adapters at sampling: images as prompts, by image tokens that attention layers of the denoiser also read.
 
 A file has `image_proj`, which makes tokens of what an image encoder answers, and `ip_adapter`, keys and values for
 each layer. The pipeline's own `load_ip_adapter` puts both into the denoiser, on every rank into a skeleton of it.
@@ -127,8 +127,8 @@ def with_ip_adapters(
     load = pipeline.load_ip_adapter
     folders, names = [str(path.parent) for path in paths], [path.name for path in paths]
     several = len(paths) > 1
-    given = {name: None for name in inspect.signature(load).parameters if "image_encoder" in name}
-    given.pop("image_encoder_dtype", None)
+    empty = {name: None for name in inspect.signature(load).parameters if "image_encoder" in name}
+    empty.pop("image_encoder_dtype", None)
     try:
         num_stored = sum(map(_num_layer_tensors, paths))
         # It warns that the image encoder is missing, also on ranks that need none.
@@ -138,7 +138,7 @@ def with_ip_adapters(
                 subfolder=[""] * len(paths) if several else "",
                 weight_name=names if several else names[0],
                 local_files_only=True,
-                **given,
+                **empty,
             )
     except Exception as error:  # whatever does not fit
         raise CheckpointError(
@@ -166,7 +166,7 @@ def with_ip_adapters(
 
 
 def _num_layer_tensors(path: Path) -> int:
-    """Returns how many tensors a file has for attention layers."""
+    """Returns the number of tensors for attention layers in a file."""
     names = list[str]()
     for name, value in load_state_dict(str(path)).items():
         names += [f"{name}.{each}" for each in value] if isinstance(value, Mapping) else [name]
@@ -188,7 +188,7 @@ def _taken_out(denoiser: nn.Module, before: Collection[int]) -> dict[str, Tensor
 def refuse_images(
     pipeline: str, has_adapters: bool, can_encode: bool, given: Mapping[str, Any]
 ) -> None:
-    """Raises ConfigurationError unless the arguments of a call have what adapters read, and no more."""
+    """Raises ConfigurationError unless the arguments of a call have the images of the adapters, and no more."""
     names = [name for name in given if name.startswith("ip_adapter_") and given[name] is not None]
     if names and not has_adapters:
         raise ConfigurationError(

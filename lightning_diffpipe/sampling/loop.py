@@ -64,14 +64,14 @@ def denoisers_among(names: Any) -> list[str]:
 
 @dataclass
 class PipelineCall:
-    """The call of a pipeline, as something that can be run many times.
+    """The call of a pipeline with its arguments, which can be run many times.
 
     Attributes:
         pipeline: It, or a shallow copy without its parts.
         parts: The parts that are here, by name.
-        names: Of all parts; those that are not here are answered from the record.
+        names: Names of all parts; the record answers for those that are not on this rank.
         absent: Parts that the pipeline does without.
-        record: What parts answered.
+        record: Recorded answers of the parts.
     """
 
     pipeline: Any
@@ -95,7 +95,7 @@ class PipelineCall:
 
     @property
     def needed(self) -> list[str]:
-        """Parts besides the first denoiser that every rank needs, since the loop calls them."""
+        """Parts that every rank needs, since the loop calls them; without the first denoiser."""
         return [*self.denoisers[1:], *sorted(self.record.in_loop)]
 
     @property
@@ -110,55 +110,54 @@ class PipelineCall:
         record: Record | None = None,
         is_looping: Callable[[], bool] = lambda: True,
     ) -> Any:
-        """Runs the call.
+        """Runs the call, and returns the pipeline's result.
 
         Args:
-            on_denoise: (denoiser, arguments by name) -> what it returns.
-            on_step: (step of the scheduler) -> what that returns.
+            on_denoise: (denoiser, arguments by name) -> its return value.
+            on_step: (step of the scheduler) -> its return value.
             record: Record into this, instead of answering from the one that is there.
             is_looping: Whether the loop has started, for the record.
-
-        Returns:
-            What the pipeline returns.
         """
         shell = copy.copy(self.pipeline)
-        own = vars(shell)
+        attributes = vars(shell)
         if isinstance(shell, nn.Module):
-            own["_modules"] = {}
+            attributes["_modules"] = {}
         else:
-            own.update(copied({n: x for n, x in own.items() if type(x) in (list, dict, set)}))
+            containers = {n: x for n, x in attributes.items() if type(x) in (list, dict, set)}
+            attributes.update(copied(containers))
         turns: Counter[str] = Counter()
-        known = self.record or Record()
-        controls = Controls(known.controls, self.parts, self.device)
+        replayed = self.record or Record()
+        controls = Controls(replayed.controls, self.parts, self.device)
         for name in self.names:
             part = self.parts.get(name)
             if name in self.absent:
-                own[name] = None
+                attributes[name] = None
             elif name == "scheduler":
-                own[name] = _stepping_by(part, controls.forgotten_after(on_step))
+                attributes[name] = _stepping_by(part, controls.forgotten_after(on_step))
             elif name in self.denoisers:
-                own[name] = answered_by(part, _of_samples(controls.read_by(on_denoise, name)))
+                answer = _of_samples(controls.read_by(on_denoise, name))
+                attributes[name] = answered_by(part, answer)
             elif record is not None:
-                own[name] = Recorder(part, name, record, is_looping)
-            elif name in known.controls:
-                own[name] = answered_by(part, functools.partial(controls.ask, name))
-            elif name in known.in_loop:
-                own[name] = part
+                attributes[name] = Recorder(part, name, record, is_looping)
+            elif name in replayed.controls:
+                attributes[name] = answered_by(part, functools.partial(controls.ask, name))
+            elif name in replayed.in_loop:
+                attributes[name] = part
             else:
-                own[name] = Replayed(name, known, part, self.device, turns)
+                attributes[name] = Replayed(name, replayed, part, self.device, turns)
         for name in _METHODS:
             if callable(getattr(shell, name, None)):
-                own[name] = self._method(shell, name, record, turns)
-        own["_progress_bar_config"] = {"disable": True}
+                attributes[name] = self._method(shell, name, record, turns)
+        attributes["_progress_bar_config"] = {"disable": True}
         call = getattr(shell, self.method) if self.method != "__call__" else shell
-        # Every run draws the same, and what it changes in place no other run sees.
+        # Every run samples the same, and what it changes in place no other run sees.
         arguments = copied(restored(snapshot(self.arguments)))
         leaves = pytree.tree_leaves(arguments)
         result = call(**arguments)
         if record is None:  # as if it had run once
-            for own, used in zip(pytree.tree_leaves(self.arguments), leaves, strict=True):
-                if isinstance(own, torch.Generator):
-                    own.set_state(used.get_state())
+            for argument, used in zip(pytree.tree_leaves(self.arguments), leaves, strict=True):
+                if isinstance(argument, torch.Generator):
+                    argument.set_state(used.get_state())
         return result
 
     def _method(
@@ -168,12 +167,12 @@ class PipelineCall:
 
         @functools.wraps(method)
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            before = {known: len(answers) for known, answers in record.answers.items()}
+            before = {earlier: len(answers) for earlier, answers in record.answers.items()}
             answer = method(*args, **kwargs)
-            for known, answers in list(record.answers.items()):
-                del answers[before.get(known, 0) :]
+            for earlier, answers in list(record.answers.items()):
+                del answers[before.get(earlier, 0) :]
                 if not answers:
-                    del record.answers[known]
+                    del record.answers[earlier]
             record.answers.setdefault(path, []).append(answer)
             return copied(answer)
 
@@ -188,13 +187,13 @@ class PipelineCall:
         return recorded if record is not None else replayed
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what travels to other ranks: no parts but the scheduler, and no functions among the arguments."""
+        """Returns the state that other ranks get: the scheduler as the only part, and no functions as arguments."""
         shell = copy.copy(self.pipeline)
-        own = vars(shell)
+        attributes = vars(shell)
         for name in (*self.names, "_modules", "_trainer", "_fabric"):
-            own.pop(name, None)
+            attributes.pop(name, None)
         if isinstance(shell, nn.Module):
-            own["_modules"] = {}
+            attributes["_modules"] = {}
         return {
             "pipeline": shell,
             "method": self.method,
@@ -211,7 +210,7 @@ class PipelineCall:
     def here(
         self, parts: Mapping[str, Any], device: torch.device, functions: Mapping[str, Any]
     ) -> PipelineCall:
-        """Returns the same on another rank, with its parts, and with functions, which do not travel."""
+        """Returns the call on another rank, with its parts, and with functions, which are not sent."""
         arguments = moved(restored(self.arguments, device), device)
         pipeline = copy.copy(self.pipeline)
         if isinstance(pipeline, nn.Module):
@@ -227,7 +226,7 @@ class PipelineCall:
 
 
 class _EqualToBase(type):
-    """The type of a class that passes for its base: pipelines compare the classes of schedulers."""
+    """A class that compares equal to its base: pipelines compare the classes of schedulers."""
 
     def __eq__(cls, other: object) -> bool:
         return any(other is each for each in cls.__mro__[:2])
@@ -237,7 +236,7 @@ class _EqualToBase(type):
 
 
 def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
-    """Returns a copy of a scheduler whose steps, and those of its own copies, are answered."""
+    """Returns a copy of a scheduler whose steps, and those of its own copies, `answer` computes."""
     plain = type(scheduler)
     if not hasattr(plain, "step"):
         raise ConfigurationError(
@@ -256,7 +255,7 @@ def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
 
 
 def answered_by(part: nn.Module, answer: Callable[[dict[str, Any]], Any]) -> nn.Module:
-    """Returns a shallow copy of a denoiser, or of another part, whose calls are answered."""
+    """Returns a shallow copy of a denoiser, or of another part, whose calls `answer` computes."""
     answered = copy.copy(part)
     vars(answered).update(vars(part))
     for name, value in vars(part).items():
@@ -276,7 +275,7 @@ def answered_by(part: nn.Module, answer: Callable[[dict[str, Any]], Any]) -> nn.
 
 
 def _of_samples(answer: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
-    """Lets a denoiser that takes its samples as a list be answered as one that takes them as one tensor.
+    """Adapts an `answer` for one tensor of samples to a denoiser that takes its samples as a list.
 
     Its argument `listed` says which of the others was a list; `Controlled` makes it one again.
     """
@@ -303,7 +302,7 @@ def _is_batch(name: str, value: Any) -> bool:
 
 @contextlib.contextmanager
 def settings_restored(parts: Mapping[str, Any]) -> Iterator[None]:
-    """Gives parts back the types and attention processors that they had before it.
+    """Restores types and attention processors of parts at the end.
 
     A pipeline that changes them (SDXL decodes in float32, perturbed-attention guidance has processors of its own)
     takes that back at the end of its call, which neither a first run nor a request that fails reaches.
@@ -332,32 +331,32 @@ def attention_processors(parts: Mapping[str, Any]) -> list[tuple[nn.Module, Any]
 
 def snapshot(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns arguments with the states of their generators in place of these; samples may share one."""
-    known: dict[int, _Generator] = {}
+    states: dict[int, _Generator] = {}
 
     def stored(generator: torch.Generator) -> _Generator:
         state = _Generator(generator.get_state(), str(generator.device))
-        return known.setdefault(id(generator), state)
+        return states.setdefault(id(generator), state)
 
     return pytree.tree_map_only(torch.Generator, stored, dict(arguments))
 
 
 def restored(arguments: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """Returns arguments with generators of their own, in the states that were taken; of `device` if of its type."""
-    known: dict[int, torch.Generator] = {}
+    generators: dict[int, torch.Generator] = {}
 
     def made(stored: _Generator) -> torch.Generator:
-        if id(stored) not in known:
-            own = torch.device(stored.device)
-            generator = torch.Generator(device if device and device.type == own.type else own)
-            known[id(stored)] = generator.set_state(stored.state)
-        return known[id(stored)]
+        if id(stored) not in generators:
+            place = torch.device(stored.device)
+            generator = torch.Generator(device if device and device.type == place.type else place)
+            generators[id(stored)] = generator.set_state(stored.state)
+        return generators[id(stored)]
 
     return pytree.tree_map_only(_Generator, made, dict(arguments))
 
 
 @dataclass(frozen=True)
 class _Generator:
-    """A random number generator on its way to another process, or to another run."""
+    """State of a random number generator, for another process or another run."""
 
     state: Tensor
     device: str
@@ -413,7 +412,7 @@ class Prediction(tuple):
 def predicted_zeros(
     denoiser: nn.Module, arguments: Mapping[str, Any], beyond: float = 0.0
 ) -> Prediction:
-    """Returns a prediction of zeros, with something else in channels beyond those of the latents."""
+    """Returns a prediction of zeros, with other values in channels beyond those of the latents."""
     latents = arguments[latents_name(arguments)]
     out = latents.new_zeros(_shape_of_prediction(denoiser, arguments, latents))
     if latents.ndim > 3 and out.shape[1] == 2 * latents.shape[1]:
@@ -427,24 +426,24 @@ _SHAPES: WeakKeyDictionary[nn.Module, dict[torch.Size, torch.Size]] = WeakKeyDic
 def _shape_of_prediction(
     denoiser: nn.Module, arguments: Mapping[str, Any], latents: Tensor
 ) -> torch.Size:
-    """Returns what the denoiser's config says, or, where that leaves open which axis has channels, a fake call."""
-    given = getattr(denoiser.config, "in_channels", None)
+    """Returns the shape by the denoiser's config, or by a fake call if several axes may be that of channels."""
+    in_channels = getattr(denoiser.config, "in_channels", None)
     channels = getattr(denoiser.config, "out_channels", None)
     if channels is None and getattr(denoiser.config, "learn_sigma", False):
-        channels = 2 * given
-    if channels in (None, given):
+        channels = 2 * in_channels
+    if channels in (None, in_channels):
         return latents.shape
-    axes = [axis for axis in range(1, latents.ndim) if latents.shape[axis] == given]
+    axes = [axis for axis in range(1, latents.ndim) if latents.shape[axis] == in_channels]
     if latents.ndim > 3 and len(axes) == 1:
         before, after = latents.shape[: axes[0]], latents.shape[axes[0] + 1 :]
         return torch.Size((*before, channels, *after))
-    known = _SHAPES.setdefault(denoiser, {})
-    if latents.shape not in known:
+    shapes = _SHAPES.setdefault(denoiser, {})
+    if latents.shape not in shapes:
         try:
-            known[latents.shape] = shapes_without_values(Controlled(denoiser, {}), arguments)[0]
+            shapes[latents.shape] = shapes_without_values(Controlled(denoiser, {}), arguments)[0]
         except Exception:  # its control flow asks for values, or it is no denoiser
             return latents.shape
-    return known[latents.shape]
+    return shapes[latents.shape]
 
 
 # ------------------------------------------------------------------------------------ step by step
@@ -495,17 +494,17 @@ class Step:
 
     def take(self, prediction: Tensor, sample: Tensor | None = None, **options: Any) -> Any:
         """Takes the step, with another prediction or sample; returns what the scheduler itself returns."""
-        given = {self._names[0]: prediction} | options
+        changed = {self._names[0]: prediction} | options
         if sample is not None:
-            given[self._names[2]] = sample
-        return self._plain(**self._arguments | given)
+            changed[self._names[2]] = sample
+        return self._plain(**self._arguments | changed)
 
     def answer(self, latents: Tensor) -> Any:
-        """Returns what a scheduler returns whose step was taken elsewhere."""
+        """Returns the output of a scheduler whose step was taken elsewhere."""
         return Stepped(latents, latents)
 
     def count(self) -> None:
-        """Lets the scheduler take this step on zeros: some scale model inputs by the steps they have taken."""
+        """Takes this step on zeros with the scheduler: some scale model inputs by the steps they have taken."""
         zeros, options = self.sample.new_zeros((1,) * self.sample.ndim), {}
         if "generator" in inspect.signature(self._plain).parameters:
             options["generator"] = torch.Generator()
@@ -513,7 +512,7 @@ class Step:
             self.take(zeros, zeros, **options)
 
     def draw(self, from_default: bool) -> None:
-        """Draws noise for all rows, so that generators go on as where the step is taken, default ones if asked."""
+        """Samples noise for all rows, so that generators, or default ones, go on as where the step is taken."""
         devices = [self.sample.device] if self.sample.device.type == "cuda" else []
         with torch.random.fork_rng(devices, enabled=not from_default):
             self.take(torch.zeros_like(self.prediction), torch.zeros_like(self.sample))
@@ -530,7 +529,7 @@ class PipelineLoop(Loop):
         call: The `Call` that is run. What goes in and comes out has the rows of this rank only.
         compute: Answers a call of the denoiser that ranks share, given its arguments.
         exchange: Sends the prediction of this rank's branch of guidance, and returns those of both.
-        head: A context for what comes before the first call of the denoiser.
+        head: Context of the code before the first call of the denoiser.
         draws: Draw the noise of steps that are taken elsewhere, so that generators among the call's arguments go on
             as in one process; the default ones, too, if no patch is stepped on this rank.
     """
@@ -561,12 +560,12 @@ class PipelineLoop(Loop):
 
     @property
     def _branch(self) -> int | None:
-        """The branch of guidance that this rank computes, another computing the other; None if both."""
+        """Index of the branch of guidance that this rank computes; None if it computes both."""
         return self.call.index if self.is_divided else None
 
     @property
     def _by_calls(self) -> bool:
-        """Whether branches are two calls of the denoiser, and not two halves of its batch."""
+        """Whether the branches of guidance are two calls of the denoiser, and not two halves of its batch."""
         return self.call.divided == "calls"
 
     def _run(self) -> None:
@@ -582,7 +581,7 @@ class PipelineLoop(Loop):
         answer, self._answer = self._answer, None
         return answer
 
-    # --- what its owner does ------------------------------------------------------------------------
+    # --- called by its owner ------------------------------------------------------------------------
 
     def predict(
         self, latents: Tensor | None = None, again: bool = False, complete: Complete | None = None
@@ -596,17 +595,17 @@ class PipelineLoop(Loop):
         else:
             self.skip(latents)
         while isinstance(self._event, _Denoise):
-            own = self._answered(self._event)
-            if own is not None:
+            answer = self._answered(self._event)
+            if answer is not None:
                 return self._cut(
-                    own[0] if self.call.channels is None else own[0][:, : self.call.channels]
+                    answer[0] if self.call.channels is None else answer[0][:, : self.call.channels]
                 )
         if self.is_shared:
             self._refuse_other_calls(at_end=True)
         return self._cut(self._at_step().prediction)
 
     def change(self, call: Any, compute: Compute) -> None:
-        """Goes on with another denoiser, as if it began now, from this loop's latents after the last step."""
+        """Changes to another denoiser, whose loop begins with this loop's latents after the last step."""
         self._run_to_step()
         self.call, self.compute = call, compute
         self._fixed.clear()
@@ -616,7 +615,7 @@ class PipelineLoop(Loop):
             self._stepped = event.answer(self._embedded(call.latents))
 
     def _answered(self, event: _Denoise) -> Any:
-        """Answers a call of a denoiser, or returns what this rank knows of it if another knows the rest."""
+        """Answers a call of a denoiser, or returns this rank's rows of the answer if another rank has the rest."""
         if event.name != self.call.denoiser:
             part = self._pipeline.parts[event.name]
             if event.arguments.keys() & {"controls", "listed"}:
@@ -630,7 +629,7 @@ class PipelineLoop(Loop):
             self._go_on(event.answer)
             return None
         if not self._by_calls:
-            return self._computed(event)
+            return self._computed(event)  # half of the batch; `guided` answers with both halves
         number = len(self._asked) - 1
         if number == self._branch:
             event.answer = Prediction((self._computed(event)[0],))
@@ -654,9 +653,9 @@ class PipelineLoop(Loop):
     def _refuse_other_calls(self, at_end: bool = False) -> None:
         """Raises ConfigurationError if the calls of a step so far are not those that the first run has shown."""
         shown = shapes_given(self.call.steps[0])
-        given = shapes_given(event.arguments for event in self._asked)
-        if given != (shown if at_end else shown[: len(given)]):
-            other = [x for x in given if x not in shown] or [f"{len(self._asked)} calls in a step"]
+        shapes = shapes_given(event.arguments for event in self._asked)
+        if shapes != (shown if at_end else shown[: len(shapes)]):
+            other = [x for x in shapes if x not in shown] or [f"{len(self._asked)} calls in a step"]
             raise ConfigurationError(
                 f"{self._pipeline.name} gives its {self.call.denoiser} {', '.join(other)}, unlike in its first "
                 "run, which has no callbacks: one has ended guidance, perhaps. Ranks and patches rely on what that "
@@ -664,7 +663,7 @@ class PipelineLoop(Loop):
             )
 
     def _look_for_changes(self, event: _Denoise) -> None:
-        """Tells if something is other than in the step before, of what the first run saw unchanged."""
+        """Calls `on_change` if an argument differs from the step before that did not change in the first run."""
         number, latents = self._asked.index(event), latents_name(event.arguments)
         first, last, now = (
             [
@@ -721,7 +720,7 @@ class PipelineLoop(Loop):
         return self._cut(self._stepped[0])
 
     def finish(self, latents: Tensor) -> Any:
-        """Runs what follows the last step; returns the pipeline's result, or raises SamplingError."""
+        """Runs the code after the last step; returns the pipeline's result, or raises SamplingError."""
         if self._coroutine.done:  # interrupted
             return self._result
         self._run_to_step()
@@ -739,7 +738,7 @@ class PipelineLoop(Loop):
         return self._result
 
     def close(self) -> None:
-        """Ends it where it is, and lets go of what it holds."""
+        """Ends the loop where it is paused, and frees its tensors."""
         self._coroutine.cancel()
         self._event = self._stepped = None
         self._asked.clear()
@@ -760,19 +759,19 @@ class PipelineLoop(Loop):
             self._go_on(self._event.answer(self._embedded(latents)))
 
     def _count(self, step: Step) -> None:
-        """Lets this loop's own scheduler go along with a step that another has taken."""
+        """Takes a step of another rank with this loop's scheduler, so that its counters and noise agree."""
         if self.draws:
             step.draw(from_default=self.is_stepped_elsewhere)
         else:
             step.count()
 
     def _unknown(self, event: _Denoise) -> Prediction:
-        """Returns a prediction that is not known."""
+        """Returns a prediction of NaN, in place of one that another rank computes."""
         zeros = predicted_zeros(self._pipeline.parts[event.name], event.arguments)
         return Prediction(torch.full_like(x, _NAN) for x in zeros)
 
     def _run_to_step(self) -> None:
-        """Leaves predictions that this rank has no need of."""
+        """Runs to the next step of the scheduler; predictions before it, which this rank does not need, are NaN."""
         while isinstance(self._event, _Denoise):
             self._go_on(self._unknown(self._event))
 

@@ -27,7 +27,7 @@ _ADAPTER = "file"
 
 
 def refuse_adapted(names: Collection[str], origin: str) -> None:
-    """Raises CheckpointError for weights of a part with adapters where nothing says how to make these."""
+    """Raises CheckpointError for weights of a part with adapters whose settings are not stored."""
     if adapters := [name for name in names if ".base_layer." in name or ".lora_" in name]:
         raise CheckpointError(
             f"{origin} has weights of adapters ({adapters[0]}, and {len(adapters) - 1} more), but not their "
@@ -37,7 +37,7 @@ def refuse_adapted(names: Collection[str], origin: str) -> None:
 
 
 def lora_files(path: Path, parts: Mapping[str, Any]) -> dict[Path, dict[str, Any]]:
-    """Returns the files that hold adapters of parts, by names, each with its own parts; of no parts none.
+    """Returns the files with adapters of parts, each with the parts it is for, by name; none without parts.
 
     diffusers loads a file into one of two denoisers, the second by an argument of its own (Wan's
     `load_into_transformer_2`), and by the name of the first.
@@ -49,7 +49,7 @@ def lora_files(path: Path, parts: Mapping[str, Any]) -> dict[Path, dict[str, Any
     first = {name: part for name, part in parts.items() if name != SECOND}
     second = {name: part for name, part in parts.items() if name == SECOND}
     files = {path: first, path if path.is_file() and not first else path / SECOND: second}
-    return {file: own for file, own in files.items() if own}
+    return {file: of_file for file, of_file in files.items() if of_file}
 
 
 def name_in_file(part: str) -> str:
@@ -93,11 +93,11 @@ class StoredLora:
                 self.path, local_files_only=True, **options
             )
         except Exception as error:
-            first: BaseException = error  # it says only that it cannot, and what it tried last
+            first: BaseException = error  # it names only the last attempt
             while first.__context__ is not None:
                 first = first.__context__
-            said = dict.fromkeys(" ".join(str(e).split()).rstrip(".") for e in (error, first))
-            raise CheckpointError(f"cannot read the LoRA {self.path}: {'; '.join(said)}") from error
+            why = dict.fromkeys(" ".join(str(e).split()).rstrip(".") for e in (error, first))
+            raise CheckpointError(f"cannot read the LoRA {self.path}: {'; '.join(why)}") from error
         self._settings = {
             "network_alphas": (alphas[0] if alphas else None) or None,
             "metadata": metadata or None,
@@ -117,10 +117,10 @@ class StoredLora:
         return {SECOND if self._is_second and n == name_in_file(SECOND) else n for n in names}
 
     def digest(self, part: str) -> str:
-        """Returns what ranks compare of its adapters of a part."""
+        """Returns a digest of its adapters of a part, which ranks compare."""
         prefix, is_there = f"{name_in_file(part)}.", part in self.parts()
-        own = [(n, digest_of_tensor(v)) for n, v in self._weights.items() if n.startswith(prefix)]
-        return f"{self._scale} {sorted(own) if is_there else []}"
+        pairs = [(n, digest_of_tensor(v)) for n, v in self._weights.items() if n.startswith(prefix)]
+        return f"{self._scale} {sorted(pairs) if is_there else []}"
 
     def layers(self, name: str, part: nn.Module) -> dict[str, Any]:
         """Returns peft's layers of a part, by their names there, which is left as it was.
@@ -147,13 +147,13 @@ class StoredLora:
 
     def _put_into(self, name: str, part: nn.Module, adapter: str) -> dict[str, Any]:
         """Adds peft's layers to a part, and returns them by name if they are all that the file has of it."""
-        own = [key for key in self._weights if key.startswith(f"{name_in_file(name)}.")]
+        tensors = [key for key in self._weights if key.startswith(f"{name_in_file(name)}.")]
         try:
             self._load(name, part, adapter)
         except Exception as error:  # whatever does not fit
-            said = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise CheckpointError(
-                f"cannot load {self.path} into the {name}, is it of another model? {type(error).__name__}: {said}"
+                f"cannot load {self.path} into the {name}, is it of another model? {type(error).__name__}: {reason}"
             ) from error
         layers = _layers_of(part)
         adapters = {
@@ -162,10 +162,10 @@ class StoredLora:
             for kind, value in layer.named_parameters()
             if not kind.startswith("base_layer.")
         }
-        if len(adapters) != len(own) or any(value.is_meta for value in adapters.values()):
+        if len(adapters) != len(tensors) or any(value.is_meta for value in adapters.values()):
             raise CheckpointError(
-                f"{self.path} is of another model: of its {len(own)} tensors the {name} takes {len(adapters)}; the "
-                f"first is {min(own)}"
+                f"{self.path} is of another model: of its {len(tensors)} tensors the {name} takes {len(adapters)}; "
+                f"the first is {min(tensors)}"
             )
         more = [key for key in adapters if key.endswith(".bias") or "_magnitude_" in key]
         if more:
@@ -251,7 +251,7 @@ def read_loras(
 
 
 def refuse_scales(given: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError for a scale that pipelines hand to layers of LoRAs: weights have none."""
+    """Raises ConfigurationError for a scale that pipelines pass to layers of LoRAs: weights have none."""
     for name, value in given.items():
         scale = value.get("scale", 1) if isinstance(value, Mapping) else 1
         if name.endswith("attention_kwargs") and scale != 1:
@@ -294,7 +294,7 @@ class AdaptedWeights(ChangedWeights):
         return {name: size for name, size in sizes.items() if name not in adapted}
 
     def digests(self) -> dict[str, str]:
-        """Returns the digests of each tensor, and of what is added."""
+        """Returns the digests of each tensor, and of the adapters that are added to it."""
         return self._weights.digests() | self._of_loras
 
 
@@ -312,7 +312,7 @@ def add_to_part(part: nn.Module, name: str, loras: Collection[StoredLora]) -> No
 
 
 def add_to_others(parts: Mapping[str, Any], denoiser: str, loras: Collection[StoredLora]) -> None:
-    """Adds to the weights of all parts that are here but the denoiser, as `add_to_part`."""
+    """Adds to the weights of all given parts but the denoiser, as `add_to_part`."""
     adapted_parts = set().union(*(lora.parts() for lora in loras)) - {denoiser}
     for name in sorted(adapted_parts & parts.keys()):
         add_to_part(parts[name], name, loras)

@@ -1,11 +1,11 @@
-"""How the ranks share a request: along four axes, the outermost first.
+"""The mesh of ranks that share a request: four axes, the outermost first.
 
     data      prompts are divided; no messages but the final latents
     guidance  two halves compute one branch of classifier-free guidance each; a prediction per step and pair
     parallel  stages of a pipeline (PipeFusion), or bands of rows (DistriFusion)
     sequence  tokens divided inside every attention call; with stages, among the ranks of one stage
 
-Neighbours along an inner axis are near each other, since inner axes send more.
+Neighbours along an inner axis have neighbouring numbers, since inner axes send more.
 """
 
 import itertools
@@ -45,7 +45,7 @@ class SamplingMesh:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks it needs."""
+        """Number of ranks."""
         return math.prod(asdict(self).values())
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class SamplingMesh:
         return " x ".join(shown) or "one rank"
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Returns where a rank is on each axis."""
+        """Returns the position of a rank on each axis."""
         coordinates = {}
         for name, size in reversed(asdict(self).items()):
             rank, coordinates[name] = divmod(rank, size)
@@ -91,7 +91,7 @@ _LEFT_OVER: dict[str, Axis] = {"single": "data", "sequence": "sequence"}
 
 
 def fit_mesh(num_ranks: int, method: str, **wish: int | None) -> SamplingMesh:
-    """Completes a wish to a mesh of all ranks; an axis that is not given is 1, or takes what is left.
+    """Completes wished sizes to a mesh of all ranks; another axis has size 1, or takes the remaining ranks.
 
     Raises:
         ConfigurationError: No mesh of all ranks is like that; the message lists those that are.
@@ -101,10 +101,10 @@ def fit_mesh(num_ranks: int, method: str, **wish: int | None) -> SamplingMesh:
         guidance=2 x parallel=4
     """
     wish = {name: size for name, size in wish.items() if size is not None}
-    meshes, wanted = list(fitting_meshes(num_ranks, AXES[method])), dict.fromkeys(get_args(Axis), 1)
-    del wanted[_LEFT_OVER.get(method, "parallel")]
-    wanted |= wish
-    mesh = next((each for each in meshes if wanted.items() <= asdict(each).items()), None)
+    meshes, sizes = list(fitting_meshes(num_ranks, AXES[method])), dict.fromkeys(get_args(Axis), 1)
+    del sizes[_LEFT_OVER.get(method, "parallel")]
+    sizes |= wish
+    mesh = next((each for each in meshes if sizes.items() <= asdict(each).items()), None)
     if mesh is None:
         raise ConfigurationError(
             f"method={method} cannot use {num_ranks} ranks as {_text(wish) or 'asked'}; these fit: "
@@ -162,7 +162,7 @@ class MeshLinks:
         return first, second
 
     def share_of(self, num_samples: int) -> list[tuple[int, int]]:
-        """Divides samples over the data axis, as (start, stop): as even as can be, the first never none."""
+        """Returns this rank's samples, (start, stop), divided as evenly as can be; the first rank has some."""
         edges = [-(-num_samples * i // self.mesh.data) for i in range(self.mesh.data + 1)]
         return list(itertools.pairwise(edges))
 
@@ -176,6 +176,6 @@ class MeshLinks:
             links.disconnect()
 
     def abandon(self) -> None:
-        """Destroys them at once, with messages under way, so that no rank waits for this one."""
+        """Destroys the groups at once, with messages under way, so that no rank waits for this one."""
         for links in self._all:
             links.abandon()

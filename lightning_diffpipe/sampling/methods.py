@@ -66,7 +66,7 @@ _CALLED_OTHERWISE = {"torch_dtype": "dtype"}  # as diffusers says it
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """How ranks share the work.
+    """Method, mesh and further options by which ranks share the work.
 
     Attributes:
         method: One of `METHODS`, or `"auto"`.
@@ -79,11 +79,11 @@ class MethodOptions:
         cache: Step cache of diffusers: `"first_block"`, `"pyramid_attention"`, `"taylor_seer"`, or a configuration
             such as `FirstBlockCacheConfig(threshold=0.1)`; see docs/sampling.md.
         attention: Kernel of the denoiser's attention, by diffusers' name, such as `"flash"`; None leaves it alone.
-        decoding: `"auto"` divides what is decoded one by one (tiles, images with `vae_slicing`) over all ranks,
+        decoding: `"auto"` divides calls of the decoder (tiles, images with `vae_slicing`) over all ranks,
             each of which then holds the autoencoder; `"rank_0"` leaves it to that rank.
-        further: Options of the method's own.
-        mesh: What was decided.
-        reason: Why, where the method was chosen automatically.
+        further: Options that only this method has.
+        mesh: The mesh that was decided on; None before that.
+        reason: Reason for the choice, if the method was chosen automatically.
     """
 
     method: str = "pipefusion"
@@ -119,21 +119,21 @@ class MethodOptions:
 
     @property
     def synchronous_steps(self) -> int | str:
-        """The sampler warm-up that is asked for, or else the one that suits the method."""
+        """The requested sampler warm-up, or else the one that suits the method."""
         if self.warmup_steps is None:
             return _WARMUP_STEPS.get(self.method, 1)
         return self.warmup_steps
 
 
 def options_taken(method: str) -> set[str]:
-    """Returns the names of a method's own options, without what the Predictor gives by itself."""
+    """Returns the names of a method's own options, without those that the Predictor sets itself."""
     sampler = _SAMPLERS.get(method, DistriFusion)
     names = set(inspect.signature(sampler).parameters) - _GIVEN
     return names - {"mode"} if sampler is DistriFusion else names
 
 
 def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
-    """Decides about the mesh, and refuses what cannot work whatever the model is, so before one is loaded.
+    """Chooses the mesh, and refuses options that cannot work with any model, before one is loaded.
 
     Returns:
         The options with a mesh; with `method="auto"`, which is decided with the first request, as they are.
@@ -144,14 +144,14 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
     method, wish = options.method, {axis: getattr(options, axis) for axis in get_args(Axis)}
     require_choice("method", method, (*METHODS, "auto"))
     takers = [options_taken(name) for name in (CHOOSABLE if method == "auto" else (method,))]
-    if not any(set(options.further) <= taken for taken in takers):
+    if not any(set(options.further) <= names for names in takers):
         raise _unknown(options, set().union(*takers))
     if method == "auto":
         sizes = {axis: size for axis, size in wish.items() if size is not None}
         if num_ranks % math.prod(sizes.values()) or sizes.get("guidance", 1) > 2:
-            asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+            wished = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
             raise ConfigurationError(
-                f"{num_ranks} ranks cannot be divided as {asked}; choose sizes whose product divides {num_ranks}, "
+                f"{num_ranks} ranks cannot be divided as {wished}; choose sizes whose product divides {num_ranks}, "
                 "with guidance 1 or 2, or leave them out"
             )
         for name in ("mode", "sequence_mode"):
@@ -166,7 +166,7 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
 
 
 def _refuse_hooks(options: MethodOptions) -> None:
-    """Raises ConfigurationError for compiled blocks, or a step cache, that the method has no place for."""
+    """Raises ConfigurationError for compiled blocks, or a step cache, with which the method cannot work."""
     if options.compile and _SAMPLERS.get(options.method, DistriFusion) is DistriFusion:
         raise ConfigurationError(
             f"compile=blocks: with method={options.method} ranks answer convolutions, norms and attention inside "
@@ -176,14 +176,14 @@ def _refuse_hooks(options: MethodOptions) -> None:
 
 
 def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
-    """Says what to do about the first option that is not taken."""
+    """Returns the error for the first option that the method does not take, with the remedy."""
     unknown = sorted(set(options.further) - taken)
     if not unknown:
         return ConfigurationError(
             f"method=auto: no method takes {' and '.join(sorted(options.further))} together; leave one out"
         )
-    known = [*sorted(taken), *(f.name for f in fields(MethodOptions))]
-    near = difflib.get_close_matches(unknown[0], known, n=1)
+    names = [*sorted(taken), *(f.name for f in fields(MethodOptions))]
+    near = difflib.get_close_matches(unknown[0], names, n=1)
     hint = f"it takes {', '.join(sorted(taken))}" if taken else "it has no options of its own"
     if name := _CALLED_OTHERWISE.get(unknown[0]) or "".join(near):
         hint = f"say {name}="
@@ -235,15 +235,15 @@ def make_sampler(
 
 
 class Chooser:
-    """Chooses how to run requests by the rule, on rank 0; others only hear of it.
+    """Chooses method and mesh of requests by the rule, on rank 0, which sends the choice to others.
 
     Args:
         model: The denoiser, perhaps a skeleton.
         link: Between any two ranks.
         device: Of a rank.
-        num_ranks: Ranks there are.
-        memory_bytes: What every rank has left; None means that it is no limit.
-        options: Wishes, which are left as they are.
+        num_ranks: Number of ranks.
+        memory_bytes: Free memory of every rank, in bytes; None for no limit.
+        options: Wished options, which are not changed.
     """
 
     def __init__(
@@ -276,13 +276,13 @@ class Chooser:
         ]
         if not wished:
             sizes = ((axis, getattr(options, axis)) for axis in get_args(Axis))
-            asked = ", ".join(f"{axis}={size}" for axis, size in sizes if size) or "asked"
-            there: dict[str, str] = {}
+            axes = ", ".join(f"{axis}={size}" for axis, size in sizes if size) or "asked"
+            by_method: dict[str, str] = {}
             for each in ranked:
-                there.setdefault(each.method, f"{each.method} on {SamplingMesh(**each.axes)}")
+                by_method.setdefault(each.method, f"{each.method} on {SamplingMesh(**each.axes)}")
             raise ConfigurationError(
-                f"method=auto cannot use {self._num_ranks} ranks as {asked}; these fit this request, among others: "
-                + "; ".join(there.values())
+                f"method=auto cannot use {self._num_ranks} ranks as {axes}; these fit this request, among others: "
+                + "; ".join(by_method.values())
             )
         for choice in wished:
             decided = self._decided(choice)
@@ -310,7 +310,7 @@ class Chooser:
         return replace(options, warmup_steps=options.synchronous_steps)
 
     def refuse(self, options: MethodOptions, error: DiffPipeError) -> None:
-        """Leaves out a method that the model cannot be sampled with, or else that choice."""
+        """Notes a method with which the model cannot be sampled, or else this choice, not to be tried again."""
         # Functions after it hold a worker and latents.
         self._refused.append((options, error.with_traceback(None)))
 
@@ -347,7 +347,7 @@ def _said(refused: tuple[MethodOptions, DiffPipeError]) -> str:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Returns the bytes that are left on an accelerator; None for hosts, whose ranks share what there is."""
+    """Returns the free bytes of an accelerator; None for hosts, whose ranks share memory."""
     if device.type != "cuda":
         return None
     free: int = torch.cuda.mem_get_info(device)[0]
@@ -493,7 +493,7 @@ class Worker:
         return sampler, request
 
     def _load(self, sampler: Any, request: Request) -> dict[str, Any]:
-        """Reads what a request needs and no earlier one has read; returns what was decided for the sampler."""
+        """Reads weights that no earlier request has needed; returns further arguments of the sampler."""
         if self._weights is None:
             return {}
         absent = {name for name, p in self._model.named_parameters() if is_placeholder(p)}
@@ -503,9 +503,9 @@ class Worker:
             return {}
         setting = sampler.prepare(request)
         rank = self.place.links.rank
-        own = dict(request.model.named_parameters())
+        parameters = dict(request.model.named_parameters())
         names = resident_parameters(request.model, setting.layout, setting.stages, rank)
-        resident = {id(own[name]) for name in names}
+        resident = {id(parameters[name]) for name in names}
         names = {name for name, p in self._model.named_parameters() if id(p) in resident}
         if names & absent:
             load_weights(self._model, self._weights, names & absent)
@@ -538,7 +538,7 @@ class Worker:
         return whole
 
     def report(self) -> RankReport:
-        """Returns what this rank did in the last request."""
+        """Returns the report of this rank for the last request."""
         around, sampled = self._sent_around().since(self._before), self._statistics
         sizes = [(p, held_bytes(p)) for p in self._model.parameters()]
         return RankReport(
@@ -551,5 +551,5 @@ class Worker:
         )
 
     def _sent_around(self) -> Traffic:
-        """Returns what was sent so far outside the sampler."""
+        """Returns the bytes sent so far outside the sampler."""
         return self.place.branches.traffic.plus(self.world.links.traffic)

@@ -40,7 +40,7 @@ _PACKAGES = ("bitsandbytes", "torchao")
 
 
 def quantization_config(folder: Path) -> dict[str, Any] | None:
-    """Returns how the weights in the folder of a component are quantized; None for plain ones.
+    """Returns the stored quantization config of a component's folder; None for plain weights.
 
     Raises:
         ConfigurationError: In another way than can be read, or the package for it is missing.

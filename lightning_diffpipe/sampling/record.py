@@ -37,9 +37,9 @@ class Record:
         answers: Of calls before the loop, by part and method, in order.
         attributes: Everything else that was looked up.
         in_loop: Parts that are called inside the loop: all ranks need them.
-        controls: Those whose answers only a denoiser reads, such as ControlNets, with what they answer, without
-            values, by shapes of what they are given.
-        asked_last: Those that were called since the last call of the denoiser; in the end, those of the tail.
+        controls: Parts whose answers only a denoiser reads, such as ControlNets, with their answers, without
+            values, by the shapes of their inputs.
+        asked_last: Parts that were called since the last call of the denoiser; in the end, those of the tail.
         num_decoded: Rows that were to be decoded; None if the call ended without.
     """
 
@@ -51,25 +51,25 @@ class Record:
     num_decoded: int | None = None
 
     def on(self, device: torch.device | str) -> Record:
-        """Returns the same with tensors on a device."""
+        """Returns the record with its tensors on a device."""
         answers, attributes = moved((self.answers, self.attributes), device)
         return replace(self, answers=answers, attributes=attributes, asked_last=set())
 
 
 def moved(value: Any, device: torch.device | str) -> Any:
     """Moves a value's tensors to a device: those in containers and, one level deep, in attributes of objects."""
-    there: dict[int, torch.Tensor] = {}  # what was one tensor stays one
+    copies: dict[int, torch.Tensor] = {}  # what was one tensor stays one
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            if id(leaf) not in there:
-                there[id(leaf)] = leaf.to(device)
-            return there[id(leaf)]
-        own = getattr(leaf, "__dict__", None)
-        if own and any(isinstance(each, torch.Tensor) for each in own.values()):
+            if id(leaf) not in copies:
+                copies[id(leaf)] = leaf.to(device)
+            return copies[id(leaf)]
+        attributes = getattr(leaf, "__dict__", None)
+        if attributes and any(isinstance(each, torch.Tensor) for each in attributes.values()):
             moved_leaf = object.__new__(type(leaf))
             vars(moved_leaf).update(
-                {n: move(x) if isinstance(x, torch.Tensor) else x for n, x in own.items()}
+                {n: move(x) if isinstance(x, torch.Tensor) else x for n, x in attributes.items()}
             )
             return moved_leaf
         return leaf
@@ -123,18 +123,18 @@ class Recorder(_Asked):
 
     def _ask(self, name: str, args: Any, kwargs: Any) -> Any:
         path = f"{self._path}.{name}"
-        given = [x.shape for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+        shapes = [x.shape for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)]
         if self._is_looping() and name == "decode" and isinstance(self._real, nn.Module):
             self._record.num_decoded = len(next(iter((*args, *kwargs.values()))))
             raise LoopEnds
-        if self._is_looping() and given:
+        if self._is_looping() and shapes:
             # Latents are not real here, so that one answer of a shape is as good as another.
             self._record.asked_last.add(self._path.partition(".")[0])
-            known = self.__dict__.setdefault("_known", {})
-            key = path, str(given)
-            if key not in known:
-                known[key] = getattr(self._real, name)(*args, **kwargs)
-            return copied(known[key])
+            by_shape = self.__dict__.setdefault("_known", {})
+            key = path, str(shapes)
+            if key not in by_shape:
+                by_shape[key] = getattr(self._real, name)(*args, **kwargs)
+            return copied(by_shape[key])
         answer = getattr(self._real, name)(*args, **kwargs)
         if self._is_looping():
             return answer
@@ -148,7 +148,7 @@ class Recorder(_Asked):
 
 
 class Replayed(_Asked):
-    """Stands for a part whose answers are known."""
+    """Stands for a part, and gives its recorded answers."""
 
     def __init__(
         self, path: str, record: Record, real: Any, device: torch.device, turns: Counter[str]
@@ -157,8 +157,8 @@ class Replayed(_Asked):
 
     @property
     def __class__(self) -> Any:  # pipelines look of which kind a part is
-        own = self.__dict__
-        return own["_record"].attributes.get(f"{own['_path']}.__class__", Replayed)
+        attributes = self.__dict__
+        return attributes["_record"].attributes.get(f"{attributes['_path']}.__class__", Replayed)
 
     def __getattr__(self, name: str) -> Any:
         path = f"{self._path}.{name}"
@@ -193,7 +193,7 @@ class Replayed(_Asked):
 
 
 def _then(method: Callable[..., Any] | None, part: Any) -> Callable[..., Any]:
-    """Returns a method of a module that changes it, if it is here, and returns what stands for it."""
+    """Returns a method that changes the real module, if there is one, and returns its stand-in."""
 
     def changed(*args: Any, **kwargs: Any) -> Any:
         if method is not None:
@@ -210,7 +210,7 @@ class _Iterated(list[Any]):
 def copied(value: Any) -> Any:
     """Copies a value, with all that is in it, so that its reader may change it.
 
-    What computes or draws (modules, functions, generators) stays itself, and so does what has no copies.
+    Modules, functions and generators are not copied, and neither is what cannot be.
     """
     if isinstance(value, _Iterated):
         return iter(value)
@@ -244,10 +244,10 @@ class Controls:
     its argument `controls`: names and arguments, for which every `Answer` among its other arguments stands.
 
     Args:
-        known: Of each control, what it answers, without values, by shapes of its arguments; further ones are added,
+        known: Answers of each control, without values, by shapes of its arguments; further ones are added,
             and a control that has other readers is taken out.
         parts: The parts that are here, by name.
-        device: Where this rank computes.
+        device: Device of this rank.
     """
 
     def __init__(
@@ -259,41 +259,41 @@ class Controls:
 
     def ask(self, name: str, arguments: dict[str, Any]) -> Any:
         """Answers a call of a control."""
-        given = [x.shape for x in pytree.tree_leaves(arguments) if torch.is_tensor(x)]
-        known = self._known.setdefault(name, {})
-        if str(given) not in known:
+        shapes = [x.shape for x in pytree.tree_leaves(arguments) if torch.is_tensor(x)]
+        past = self._known.setdefault(name, {})
+        if str(shapes) not in past:
             answer = self._parts[name](**arguments)
-            known[str(given)] = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), answer)
+            past[str(shapes)] = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), answer)
 
         def unknown(x: torch.Tensor) -> torch.Tensor:
             return torch.full((), float("nan"), dtype=x.dtype, device=self._device).expand(x.shape)
 
-        answer = pytree.tree_map_only(torch.Tensor, unknown, known[str(given)])
+        answer = pytree.tree_map_only(torch.Tensor, unknown, past[str(shapes)])
         self._asked.append((name, arguments, pytree.tree_leaves(answer)))
         return answer
 
     def read_by(self, on_denoise: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Gives a denoiser what the controls were asked whose answers it is given."""
+        """Gives a denoiser the calls of the controls whose answers it reads."""
 
         def denoise(arguments: dict[str, Any]) -> Any:
-            given = {id(x) for x in pytree.tree_leaves(arguments)}
+            leaf_ids = {id(x) for x in pytree.tree_leaves(arguments)}
             controls: list[tuple[str, dict[str, Any]]] = []
             places: dict[int, Answer] = {}
-            for control, asked, leaves in self._asked:
+            for control, control_arguments, leaves in self._asked:
                 mine = {id(x): i for i, x in enumerate(leaves) if torch.is_tensor(x)}
-                if mine.keys() & given:
+                if mine.keys() & leaf_ids:
                     places |= {x: Answer(len(controls), i) for x, i in mine.items()}
-                    controls.append((control, asked))
+                    controls.append((control, control_arguments))
             if not controls:
                 return on_denoise(name, arguments)
-            self._read |= places.keys() & given
+            self._read |= places.keys() & leaf_ids
             linked = pytree.tree_map(lambda x: places.get(id(x), x), arguments)
             return on_denoise(name, linked | {"controls": controls})
 
         return denoise
 
     def forgotten_after(self, on_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Starts over with each step of the scheduler."""
+        """Returns a function that calls `on_step` with the calls of controls in this step forgotten."""
 
         def step(*given: Any) -> Any:
             for name, _, leaves in self._asked:
@@ -327,13 +327,13 @@ class Controlled(nn.Module):
                 is what it returns.
             arguments: Of the denoiser, with an `Answer` for each tensor that a control returns.
         """
-        answers = [pytree.tree_leaves(self.controls[name](**given)) for name, given in controls]
+        answers = [pytree.tree_leaves(self.controls[name](**of_call)) for name, of_call in controls]
 
-        def known(x: Any) -> Any:
+        def answered(x: Any) -> Any:
             return answers[x.call][x.leaf] if isinstance(x, Answer) else x
 
-        given = pytree.tree_map(known, arguments)
+        arguments = pytree.tree_map(answered, arguments)
         if listed is None:
-            return self.denoiser(**given)
-        out = self.denoiser(**given | {listed: list(given[listed].unbind())})
+            return self.denoiser(**arguments)
+        out = self.denoiser(**arguments | {listed: list(arguments[listed].unbind())})
         return (torch.stack(list(out[0])),)

@@ -79,7 +79,7 @@ def rehearse_sharing(links: Links, request: Request, layout: Layout, predict: Pr
     where, remedy = f"with tokens shared by {links.num_ranks} ranks", "sample it with method=single"
     with failing(where, remedy):
         shared = predict(_showing(request, 1))
-    error = error_beside(
+    error = error_against(
         links,
         lambda: OneProcess().sample(_showing(request, 1)),
         shared,
@@ -96,7 +96,7 @@ def refuse_if_other(
     remedy: str,
     cause: Callable[[], str] = lambda: "",
 ) -> None:
-    """Raises LayoutError, on all ranks, where a model computes something else in parts than on the whole."""
+    """Raises LayoutError, on all ranks, where the results of a model in parts and as a whole differ."""
     if not error <= tolerance:
         raise LayoutError(
             f"{where} this model computes something else than on {whole}: relative error {error:.1e}, allowed "
@@ -125,7 +125,7 @@ def _refuse_if_other(
 
 
 def _showing(request: Request, num_steps: int) -> Request:
-    """Returns a request whose result is the prediction for the first model input, shown that many times."""
+    """Returns a request whose result is the prediction for the first model input, which each step repeats."""
     t = request.timesteps[:1]
     return replace(
         request,
@@ -160,8 +160,8 @@ def tolerance_of(model: nn.Module, latents: Tensor, convolves_parts: bool = Fals
     The coarsest type counts: many pipelines keep latents in float32 for a model in bfloat16.
 
     Args:
-        model: Whose weights count.
-        latents: That it is given.
+        model: Module whose weights count.
+        latents: Latents that the model is given.
         convolves_parts: Whether convolutions, too, are given other shapes, as with bands. Where they may round to
             TF32, which they may unless torch is told otherwise, that counts; of products it always does.
 
@@ -171,8 +171,8 @@ def tolerance_of(model: nn.Module, latents: Tensor, convolves_parts: bool = Fals
         >>> [f"{tolerance_of(nn.Module(), torch.zeros(1, dtype=dtype)):.0e}" for dtype in dtypes]
         ['1e-06', '1e-03', '1e-01']
     """
-    given = (latents, *model.parameters())
-    dtypes = {x.dtype for x in given if x.is_floating_point()}
+    tensors = (latents, *model.parameters())
+    dtypes = {x.dtype for x in tensors if x.is_floating_point()}
     eps = max(rounding_of(dtype, latents.device, convolves_parts) for dtype in dtypes)
     return min(max(1e-6, 1e4 * eps), 0.1)
 
@@ -191,7 +191,7 @@ def relative_error(parts: Any, whole: Any) -> float:
     return max(errors)
 
 
-def error_beside(links: Links, plain: Callable[[], Any], parts: Any, warning: str) -> float:
+def error_against(links: Links, plain: Callable[[], Any], parts: Any, warning: str) -> float:
     """Returns the relative error of results against a plain call of rank 0; collective.
 
     Returns:
@@ -221,7 +221,7 @@ REMEDY_OF_PATCHES = "sample it in one process or with num_patches=1"
 
 @contextlib.contextmanager
 def needing_memory(where: str, remedy: str) -> Iterator[None]:
-    """Turns running out of memory, no fault of the model, into a ConfigurationError that ranks share."""
+    """Turns a lack of memory, which the model is not refused for, into a ConfigurationError on all ranks."""
     try:
         yield
     except RuntimeError as error:
@@ -261,7 +261,7 @@ def failing(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error says that memory did not suffice; only torch's own allocator has a class for it."""
+    """Returns whether an error is for lack of memory; only torch's own allocator has a class for it."""
     signs = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
     return isinstance(error, RuntimeError) and (
         isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
@@ -269,12 +269,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def forget_variables(error: BaseException | None) -> None:
-    """Lets go of what functions after an error hold: activations, and receives, which keep connections open."""
+    """Clears variables of functions that an error ended: activations, and receives, which keep connections open."""
     clear_variables(error)
     gc.collect()
 
 
 def release_memory() -> None:
-    """Gives back what torch keeps of a call that is over; what follows needs less, in other sizes."""
+    """Frees memory that torch caches from a call that is over; later calls need less, in other sizes."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -79,8 +79,8 @@ class Stopwatch:
     """Times the steps of one request on one rank.
 
     Args:
-        statistics: Where to write them.
-        device: Where the model runs; steps are timed there, as a host hands a GPU its work long before.
+        statistics: Receives the counts and times.
+        device: Device of the model, on which steps are timed, as a host queues work of a GPU long before it runs.
     """
 
     def __init__(self, statistics: SamplingStatistics, device: torch.device) -> None:
@@ -92,7 +92,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
-        """Takes everything inside for no part of a step, but done once for many requests."""
+        """Excludes everything inside from the time of steps: it is done once for many requests."""
         start = self._clock.stamp()
         try:
             yield
@@ -118,12 +118,12 @@ class RankReport:
     """One rank's part in one request.
 
     Attributes:
-        options: What was decided.
+        options: Method and mesh that were decided on.
         statistics: Of the sampler, empty on ranks without a prompt; with what was sent outside of it: between
             halves of guidance, and final latents to rank 0.
         resident_bytes: Bytes of the denoiser's parameters on this rank.
         whole_bytes: Bytes of all its parameters.
-        is_finite: Whether the final latents of this rank's share of the prompts are.
+        is_finite: Whether the final latents of this rank's share of the prompts are finite.
     """
 
     options: MethodOptions

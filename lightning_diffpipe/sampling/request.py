@@ -45,7 +45,7 @@ Complete = Callable[[int, Tensor], Tensor]
 
 
 class LoopInterruptedError(SamplingError):
-    """A loop takes fewer steps than it said, as after `pipe._interrupt = True` in a callback."""
+    """A loop takes fewer steps than announced, as after `pipe._interrupt = True` in a callback."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Request:
 
     @contextlib.contextmanager
     def inferring(self) -> Iterator[None]:
-        """Runs the model meanwhile: without gradients, and with kernels of attention that can be answered."""
+        """Context in which the model runs: without gradients, and with attention kernels that can be replaced."""
         with torch.inference_mode() if self.infers else torch.no_grad(), KernelsAnswered():
             yield
 
@@ -104,7 +104,7 @@ class Request:
 
     @functools.cached_property
     def scaler(self) -> InputScaler:
-        """Scales what the model is given where no scheduler steps."""
+        """Scales the model's input on ranks where no scheduler steps."""
         return InputScaler(self)
 
     @property
@@ -177,8 +177,8 @@ class Loop:
         """Returns the prediction after guidance: as it is, unless another rank computes the other branch.
 
         Args:
-            prediction: What `predict` returned.
-            take: Of it, what counts; only that is sent to the rank that computes the other branch.
+            prediction: Return value of `predict`.
+            take: Returns the part of it that counts, which alone is sent to the rank of the other branch.
             put: Puts something of that shape back into a prediction.
         """
         return prediction
@@ -217,14 +217,14 @@ class InputScaler:
                 scheduler.step(x, t, x, **options)
 
     def scale(self, latents: Tensor, step: int) -> Tensor:
-        """Returns what `denoise` is given at a step."""
+        """Returns the input of `denoise` at a step."""
         if not self._before:
             return latents
         return self._before[step].scale_model_input(latents, self._timesteps[step])
 
 
 def require_warmup(warmup_steps: Any, settled: Any = 0.0) -> None:
-    """Raises ConfigurationError for a sampler warm-up of no number of steps, or that ends at no number."""
+    """Raises ConfigurationError for a sampler warm-up, or a threshold `settled` for its end, that is no number."""
     if isinstance(warmup_steps, str):
         require_choice("warmup_steps", warmup_steps, ("a number, 0 or more,", "auto"))
     else:

@@ -47,7 +47,7 @@ class PatchSchedulers:
         self._noise = _NoiseOfWhole(axis)
 
     def going_on(self, stepped: list[PatchSchedulers] | None) -> PatchSchedulers:
-        """Returns those of the steps before, if there are any; else these, which are recorded.
+        """Returns the schedulers of the steps before, if there are any; else these, which are recorded.
 
         Raises:
             ConfigurationError: They step other rows.
@@ -69,26 +69,26 @@ class PatchSchedulers:
         prediction: Tensor,
         t: Tensor,
         patch: int | None,
-        given: Mapping[str, Any],
+        kwargs: Mapping[str, Any],
     ) -> None:
         """Takes the rows of a patch, or of all, one step further in the full latents, in place.
 
-        Further arguments are those of this step, but for generators, which are the request's own.
+        `kwargs` are further arguments of this step, but for generators, which the request has itself.
         """
-        given = dict(given) | {n: x for n, x in self._step_kwargs.items() if n == "generator"}
+        kwargs = dict(kwargs) | {n: x for n, x in self._step_kwargs.items() if n == "generator"}
         for m in range(len(self._slices)) if patch is None else (patch,):
             start, length = self._slices[m]
             if m == 0:
                 self._noise.forget()
             rows = latents.narrow(self._axis, start, length)
-            options = {n: self._cut(n, x, latents, start, length) for n, x in given.items()}
+            options = {n: self._cut(n, x, latents, start, length) for n, x in kwargs.items()}
             with self._noise.of(range(start, start + length), latents.shape[self._axis]):
                 predicted = _dense(prediction.narrow(self._axis, start, length))
                 out = self._copies[m].step(predicted, t, _dense(rows), **options)
             rows.copy_(out.prev_sample if hasattr(out, "prev_sample") else out[0])
 
     def _cut(self, name: str, x: Any, latents: Tensor, start: int, length: int) -> Any:
-        """Returns what an argument has for some rows: on the axis of the latents, as samples come first in both."""
+        """Returns an argument cut to some rows, along the axis of the latents, as samples come first in both."""
         at, size = latents.ndim + self._axis, latents.shape[self._axis]
         if not isinstance(x, Tensor) or length == size or size not in x.shape[1:]:
             return x
@@ -159,7 +159,7 @@ def with_host_timesteps(scheduler: Any) -> Any:
 
 
 class HostTimesteps:
-    """Gives timesteps of a schedule on the host, copied once for all: for one at a time, each step would wait."""
+    """Timesteps of a schedule on the host, copied at once: copying one for each step would wait each time."""
 
     def __init__(self) -> None:
         self._schedule: Tensor | None = None
@@ -178,7 +178,7 @@ class HostTimesteps:
 
 
 def takes_more(scheduler: Any) -> bool:
-    """Returns whether its step takes something else before prediction, timestep and sample."""
+    """Returns whether its step takes further arguments before prediction, timestep and sample."""
     names, roles = (
         list(inspect.signature(scheduler.step).parameters),
         ("model_output", "timestep", "sample"),
@@ -187,7 +187,7 @@ def takes_more(scheduler: Any) -> bool:
 
 
 def takes_generator(scheduler: Any) -> bool:
-    """Returns whether its step draws from a generator that it is given."""
+    """Returns whether its step takes noise from a generator that it is given."""
     return "generator" in inspect.signature(scheduler.step).parameters
 
 
@@ -207,14 +207,14 @@ class _NoiseOfWhole(TorchFunctionMode):
         self._turns.clear()
 
     def of(self, rows: Sequence[int], size: int) -> _NoiseOfWhole:
-        """Answers for these of `size` rows from now on."""
+        """Sets the rows, of `size`, to answer for."""
         self._rows, self._size = rows, size
         return self
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Replaces draws of as many rows as there are here."""
+        """Replaces noise of as many rows as this rank has."""
         rows, axis = self._rows, self._axis
         drawn = None if len(rows) == self._size else _draw(func, args, dict(kwargs or {}))
         if drawn is None:
@@ -234,7 +234,7 @@ class _NoiseOfWhole(TorchFunctionMode):
 def for_samples(
     scheduler: Any, rows: Sequence[int], latents: Tensor, timesteps: Tensor | None = None
 ) -> Any:
-    """Makes a scheduler draw noise for all samples and keep that of some, for ranks that divide the samples.
+    """Makes a scheduler sample noise for all samples and keep that of some, for ranks that divide the samples.
 
     Raises:
         ConfigurationError: It steps all samples together; names the scheduler.
@@ -269,7 +269,7 @@ def random_states(device: torch.device) -> list[Tensor]:
 def drawing_from(
     states: Sequence[Tensor], device: torch.device, goes_back: bool = True
 ) -> Iterator[None]:
-    """Lets default generators go on from some states."""
+    """Sets the states of the default generators."""
     with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=goes_back):
         for state in states[:1]:
             torch.set_rng_state(state)
@@ -281,7 +281,7 @@ def drawing_from(
 def _draw(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[int], dict[str, Any]] | None:
-    """Returns shape and options of a draw of normal noise; None for all other functions."""
+    """Returns shape and options of a call that samples normal noise; None for all other functions."""
     if func is torch.randn_like:
         like, kwargs = args[0], {"dtype": args[0].dtype, "device": args[0].device} | kwargs
         return list(like.shape), kwargs

@@ -51,7 +51,7 @@ class Weights(Protocol):
     """Stored tensors of one module, by parameter name.
 
     Attributes:
-        origin: Where they are stored.
+        origin: Path of the files, for messages.
     """
 
     origin: str
@@ -63,7 +63,7 @@ class Weights(Protocol):
         """Reads some of them, one at a time."""
 
     def digests(self) -> dict[str, str]:
-        """Returns the digests of stored tensors, from samples of each: what ranks compare, see `digests.py`."""
+        """Returns digests of samples of the stored tensors, which ranks compare; see `digests.py`."""
 
     def quantized_bytes(self) -> Mapping[str, int]:
         """Returns the stored bytes of each weight that is read as a quantized one."""
@@ -138,14 +138,14 @@ class SafetensorsFolder(Weights):
         return digests
 
     def header(self) -> dict[str, str]:
-        """Returns what the headers of the files say besides names, types and shapes."""
+        """Returns the metadata in the headers of the files."""
         texts: dict[str, str] = {}
         for path in sorted(set(self._file_of.values())):
             with _opened(path) as file:
-                own = file.metadata() or {}
-            known = json.loads(texts.get("tensor_names", "[]"))  # of torchao
-            names = known + json.loads(own.get("tensor_names", "[]"))
-            texts |= own | {"tensor_names": json.dumps(names)}
+                of_file = file.metadata() or {}
+            earlier = json.loads(texts.get("tensor_names", "[]"))  # of torchao
+            names = earlier + json.loads(of_file.get("tensor_names", "[]"))
+            texts |= of_file | {"tensor_names": json.dumps(names)}
         return texts
 
     def files(self) -> dict[str, str]:
@@ -154,12 +154,12 @@ class SafetensorsFolder(Weights):
 
 
 def _what_to_do(folder: Path, variant: str | None) -> str:
-    """Says what to do about weights that are not there."""
+    """Returns the remedy for missing weights, as the end of a message."""
     names = (path.name.removeprefix(f"{_STEM}.") for path in folder.glob(f"{_STEM}.*.safetensors"))
     variants = {name.partition("-")[0].removesuffix(".safetensors") for name in names}
     if variants:
-        known = " or variant=".join(map(repr, sorted(variants)))
-        return f"it has other variants: take variant={known}"
+        choices = " or variant=".join(map(repr, sorted(variants)))
+        return f"it has other variants: take variant={choices}"
     found_plain = any(folder.glob(f"{_STEM}*.safetensors"))
     if found_plain and variant is None:
         return "it has parts of several files, but not their index: copy the folder again, with all files"
@@ -186,7 +186,7 @@ def dtype_named(name: str, value: str | torch.dtype | None) -> torch.dtype | Non
 
 
 def stored_dtype(folder: Path, variant: str | None = None) -> torch.dtype | None:
-    """Returns the floating type of most values in the safetensors files of a part; None where there is none.
+    """Returns the floating-point type of most values in the safetensors files of a part; None without any.
 
     That of float8, which layers cannot compute with, is bfloat16, which has all its values. Scales of weights that
     are stored quantized do not count.
@@ -226,7 +226,7 @@ class StateDict(Weights):
         return set(self._values)
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Hands them out as copies."""
+        """Yields copies of some of them."""
         for name in sorted(names):
             yield name, self._values[name].clone()
 
@@ -236,7 +236,7 @@ class StateDict(Weights):
 
 
 class ChangedWeights:
-    """Stored weights, some of which a subclass changes; what it does not define is theirs."""
+    """Stored weights, some of which a subclass changes; other methods are those of the wrapped weights."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -326,10 +326,10 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
     Raises:
         CheckpointError: Some tensors of the model are not stored, or others are.
     """
-    known, stored = set(model.state_dict()), weights.names()
-    refuse_names(type(model).__name__, weights.origin, known - stored, len(known))
+    in_model, stored = set(model.state_dict()), weights.names()
+    refuse_names(type(model).__name__, weights.origin, in_model - stored, len(in_model))
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    more = {n for n in stored - known if not any(re.search(each, n) for each in ignored)}
+    more = {n for n in stored - in_model if not any(re.search(each, n) for each in ignored)}
     refuse_names(type(model).__name__, weights.origin, more, None)
 
 
@@ -338,9 +338,9 @@ def refuse_names(cls: str, origin: str, names: Collection[str], num_known: int |
 
     Args:
         cls: Class of the model.
-        origin: Where its files are.
-        names: Of tensors.
-        num_known: How many the model has, which lack; None if they are stored and unknown.
+        origin: Path of its files.
+        names: Names of tensors that are missing, or stored and unknown.
+        num_known: Number of tensors of the model, if they are missing; None if they are stored and unknown.
     """
     if not names:
         return
@@ -367,9 +367,9 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
     parameters = dict(model.named_parameters())
     stored = model.state_dict(keep_vars=True)
     buffers = [name for name in stored if name not in parameters]
-    wanted = parameters.keys() if names is None else sorted(set(names))
+    to_read = parameters.keys() if names is None else sorted(set(names))
     quantized: dict[Tensor, nn.Parameter] = {}
-    for name, value in weights.read([*wanted, *buffers]):
+    for name, value in weights.read([*to_read, *buffers]):
         if value.shape != stored[name].shape:
             raise CheckpointError(
                 f"{name} in {weights.origin} has shape {tuple(value.shape)}, but the config of the "

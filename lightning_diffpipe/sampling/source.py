@@ -1,7 +1,7 @@
-"""Where prompts become requests and latents become images.
+"""Sources of models: a source turns prompts into a request, and latents into images.
 
-A source knows a model on disk. On the rank that leads it has text encoders and autoencoder, too; on all
-others only the denoiser, without weights until it is known which ones they need.
+A source opens a model on disk. On rank 0 it has text encoders and autoencoder, too; on all other ranks only the
+denoiser, whose weights are read once it is known which layers a rank runs.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _NEEDS_VALUES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of a request; `Predictor.__call__` says what each is.
+    """Arguments of a request, as of `Predictor.__call__`.
 
     A `generator` among `options` takes the place of the seed. Prompts are None where the pipeline is given their
     embeddings, or an image alone.
@@ -114,8 +114,8 @@ class Settings:
             raise ConfigurationError(
                 f"guidance_scale must be a number; got {self.guidance_scale!r}"
             )
-        given = [(name, each) for name, v in self.given().items() for each in pytree.tree_leaves(v)]
-        for name, value in given:
+        items = [(name, each) for name, v in self.given().items() for each in pytree.tree_leaves(v)]
+        for name, value in items:
             if isinstance(value, Real) and not abs(value) <= _LARGEST:
                 raise ConfigurationError(f"{name} must be a finite number; got {value!r:.40}")
             if isinstance(value, Tensor) and (bad := int((~value.isfinite()).sum())):
@@ -136,21 +136,21 @@ class Settings:
         return {k: v for k, v in values.items() if v is not None} | dict(self.options)
 
     def as_texts(self) -> dict[str, str]:
-        """Returns what ranks compare."""
+        """Returns the settings as texts, which ranks compare."""
         return as_texts({"prompts": self.prompts, "seed": self.seed} | self.given())
 
     def generator(self) -> torch.Generator:
-        """Draws the start noise, on the host, so that it is the same on every device."""
+        """Returns the generator of the start noise, on the host, so that it is the same on every device."""
         return torch.Generator().manual_seed(int(self.seed))
 
 
 @dataclass(frozen=True)
 class Opening:
-    """How a model is opened; `Predictor.from_pretrained` says what each is.
+    """Options with which a model is opened, as of `Predictor.from_pretrained`.
 
     Attributes:
         parts: To take in place of those in a diffusers folder; None leaves one out.
-        vae: What its autoencoder shall do for memory: `"tiling"`, `"slicing"`.
+        vae: Ways in which the autoencoder saves memory: `"tiling"`, `"slicing"`.
     """
 
     dtype: torch.dtype
@@ -171,7 +171,7 @@ class Source(Protocol):
     Attributes:
         name: Of the denoiser, among the parts of the pipeline.
         denoiser: The module that is made parallel, perhaps a skeleton.
-        weights: Where the weights of the skeleton are; None if the denoiser has them.
+        weights: Files with the weights of the skeleton; None if the denoiser has its weights.
     """
 
     name: str
@@ -179,13 +179,13 @@ class Source(Protocol):
     weights: Weights | None
 
     def draw(self, settings: Settings, sample: Sample) -> Any:
-        """Draws images, with the denoising loop done by `sample`; only on the rank that leads."""
+        """Samples images, with the denoising loop done by `sample`; on rank 0 only."""
 
     def part(self, name: str) -> nn.Module:
         """Returns another part that the loop calls, with its weights; on any rank."""
 
     def identity(self, name: str) -> Identity:
-        """Returns what ranks compare of that part: as it is stored, not as it was rounded; on any rank."""
+        """Returns the identity of that part, which ranks compare: as it is stored, not as rounded; on any rank."""
 
 
 class DiffusersFolder:
@@ -194,8 +194,8 @@ class DiffusersFolder:
     Args:
         path: Folder with `model_index.json`.
         leads: Load the other parts, too.
-        device: Where to compute.
-        opening: What of it, and what besides.
+        device: Device to compute on.
+        opening: Further options, and parts to take in place of those of the folder.
 
     Raises:
         ConfigurationError: The pipeline is of a kind that is not known, or cannot do without a part.
@@ -203,17 +203,17 @@ class DiffusersFolder:
     """
 
     def __init__(self, path: Path, leads: bool, device: torch.device, opening: Opening) -> None:
-        dtype, variant, given = opening.dtype, opening.variant, opening.parts
-        index = _model_index(path, given, opening.pipeline_class)
+        dtype, variant, parts = opening.dtype, opening.variant, opening.parts
+        index = _model_index(path, parts, opening.pipeline_class)
         self.name, denoiser_class = _denoiser_class(path, index)
-        if given.get(self.name) is not None:
+        if parts.get(self.name) is not None:
             raise ConfigurationError(
                 f"{self.name}=... cannot be given: ranks read its weights themselves; save the pipeline with it "
                 "to a folder, and open that"
             )
         self._path, self._index, self._device, self._vae = path, index, device, opening.vae
         self._options = {"dtype": dtype, "variant": variant}
-        self._given = {name: part for name, part in given.items() if part is not None}
+        self._given = {name: part for name, part in parts.items() if part is not None}
         self._parts: dict[str, nn.Module] = {}  # read by this rank, but for the denoiser
         weights = opened_weights(path / self.name, variant)
         config = _config(denoiser_class, path / self.name)
@@ -223,7 +223,7 @@ class DiffusersFolder:
         adapters = opening.ip_adapters or {}
         files = require_ip_adapters(index["_class"], adapters)
         self._has_ip_adapters = bool(adapters)
-        stored = [name for name in present if name not in given]  # what is given stays as it is
+        stored = [name for name in present if name not in parts]  # what is given stays as it is
         self._quantizations = quantizations_of(opening.quantization, stored)
         self.denoiser = skeleton(denoiser_class, config, device, dtype)
         check_weights(self.denoiser, weights)
@@ -276,7 +276,7 @@ class DiffusersFolder:
         return "num_frames" in inspect.signature(cls.__call__).parameters
 
     def outline(self) -> Any:
-        """Returns the pipeline, on other ranks than the one that leads made from configs alone.
+        """Returns the pipeline; on other ranks than rank 0 it is made from configs alone.
 
         Then its modules have no weights, and those of transformers are missing.
 
@@ -301,14 +301,14 @@ class DiffusersFolder:
         return pipeline
 
     def _outline_of(self, name: str, cls: Any) -> nn.Module:
-        one, cpu = _class_of_each(cls.__name__), torch.device("cpu")
-        if one is None:
+        kind, cpu = _class_of_each(cls.__name__), torch.device("cpu")
+        if kind is None:
             return skeleton(cls, _config(cls, self._path / name), cpu, torch.float32)
         folders = _folders_of(self._path, name)
-        return cls([skeleton(one, _config(one, each), cpu, torch.float32) for each in folders])
+        return cls([skeleton(kind, _config(kind, each), cpu, torch.float32) for each in folders])
 
     def check_adapters(self, settings: Settings) -> None:
-        """Raises ConfigurationError unless adapters are given what they read, and no more."""
+        """Raises ConfigurationError unless the request has the images of the adapters, and no more."""
         name, pipeline = self._index["_class_name"], self._pipeline
         can_encode = pipeline is None or getattr(pipeline, "image_encoder", None) is not None
         refuse_images(name, self._has_ip_adapters, can_encode, settings.options)
@@ -337,7 +337,7 @@ class DiffusersFolder:
         return self._parts[name]
 
     def identity(self, name: str) -> Identity:
-        """Returns what ranks compare of another part: its config, stored weights and what is added to them."""
+        """Returns the identity of another part, which ranks compare: config, stored weights and added adapters."""
         if name in self._given:
             return Identity.of({}, self._given[name], None)
         added = {f"LoRA {n}": lora.digest(name) for n, lora in enumerate(self._loras)}
@@ -391,8 +391,8 @@ def _model_index(
         )
         if isinstance(named, list | tuple):
             origin = f"{path} is a {named[-1]} of its own {named[0]}.py, whose code is not run unasked; it"
-        known = [name for name in dir(diffusers) if name.endswith("Pipeline")]
-        near = difflib.get_close_matches(str(named), known, 1)
+        pipelines = [name for name in dir(diffusers) if name.endswith("Pipeline")]
+        near = difflib.get_close_matches(str(named), pipelines, 1)
         raise ConfigurationError(
             f"{origin} is no pipeline of diffusers {diffusers.__version__}"
             + (f"; did you mean {near[0]!r}?" if near else "")
@@ -448,10 +448,10 @@ def _load_others(
     try:
         if index["_is_own"]:  # diffusers would run the folder's code
             others = {n: e for n, e in entries.items() if n not in parts and not _is_absent(e)}
-            made = {
+            opened = {
                 n: _read_part(str(path), n, e) if is_component(e) else e for n, e in others.items()
             }
-            pipeline = cls(**absent, **parts, **made)
+            pipeline = cls(**absent, **parts, **opened)
         else:
             pipeline = cls.from_pretrained(str(path), **options, **parts, **absent)
     except Exception as error:
@@ -524,8 +524,8 @@ def load_part(
     cls, origin = class_of(*entry), f"{path}/{name}".rstrip("/")
     if not issubclass(cls, nn.Module):
         return cls.from_pretrained(path, subfolder=name)
-    if (one := _class_of_each(entry[1])) is not None:
-        of_one, folders = (entry[0], one.__name__), _folders_of(Path(path), name)
+    if (member_class := _class_of_each(entry[1])) is not None:
+        of_one, folders = (entry[0], member_class.__name__), _folders_of(Path(path), name)
         return cls([load_part(path, each.name, of_one, dtype, variant) for each in folders])
     if dtype is None:
         dtype = stored_dtype(Path(path, name), variant) or torch.float32
@@ -591,24 +591,24 @@ def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
     Raises:
         ConfigurationError: An option is unknown, or cannot be used here.
     """
-    known = inspect.signature(type(pipeline).__call__).parameters
+    takes = inspect.signature(type(pipeline).__call__).parameters
     arguments, prompts = settings.given(), settings.prompts
-    option = next((name for name in _PROMPTS if name in known), None)
+    option = next((name for name in _PROMPTS if name in takes), None)
     ours = {"return_dict": "the images themselves", option: "prompts"}
     for name in arguments:
         if name in ours:
             raise ConfigurationError(f"{name} cannot be given; use {ours[name]} instead")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+        if name not in takes:
+            near = difflib.get_close_matches(name, takes, n=1)
             hint = (
-                f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(list(known)[1:])}"
+                f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(list(takes)[1:])}"
             )
             raise ConfigurationError(f"{type(pipeline).__name__} takes no {name!r}; {hint}")
     if prompts is not None and option is not None:
         names = denoisers_among(n for n, part in pipeline.components.items() if part is not None)
         config = getattr(getattr(pipeline, names[0]), "config", None)
         refuse_prompts(prompts, option, getattr(config, "num_embeds_ada_norm", None))
-        kind = str(known[option].annotation).lower()
+        kind = str(takes[option].annotation).lower()
         takes_one = option == "prompt" and "str" in kind and "list" not in kind
         if takes_one and len(prompts) > 1:
             raise ConfigurationError(
@@ -617,20 +617,20 @@ def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
         if not takes_one:
             arguments = {k: _of_each_prompt(k, v, len(prompts)) for k, v in arguments.items()}
         arguments[option] = prompts[0] if takes_one else list(prompts)
-    elif option is not None and known[option].default is inspect.Parameter.empty:
+    elif option is not None and takes[option].default is inspect.Parameter.empty:
         raise ConfigurationError(
             f"{type(pipeline).__name__} draws from prompts; give a list of them"
         )
-    elif prompts is not None and "batch_size" in known:
+    elif prompts is not None and "batch_size" in takes:
         arguments["batch_size"] = len(prompts)
     arguments.setdefault("generator", settings.generator())
-    if "output_type" in known:
+    if "output_type" in takes:
         arguments.setdefault("output_type", "pil")
     return arguments
 
 
 def drawn_by(call: PipelineCall, sample: Sample) -> Any:
-    """Runs a pipeline's call with its denoising loop done by `sample`, and returns what it draws.
+    """Runs a pipeline's call with its denoising loop done by `sample`, and returns its images.
 
     Raises:
         ConfigurationError: The call fails before the loop, or with a denoiser that predicts zeros.
@@ -668,7 +668,7 @@ def drawn_by(call: PipelineCall, sample: Sample) -> Any:
 
 
 def _lacking_package(error: Exception) -> str | None:
-    """Returns the package that is not there, if an error says so; diffusers leaves names of some undefined."""
+    """Returns the missing package that an error names; diffusers leaves names of some packages undefined."""
     name = getattr(error, "name", None) if isinstance(error, NameError | ImportError) else None
     name = str(name or "").partition(".")[0]
     is_optional = isinstance(error, ImportError) or hasattr(diffusers.utils, f"is_{name}_available")
@@ -676,16 +676,16 @@ def _lacking_package(error: Exception) -> str | None:
 
 
 def _no_step_left(call: PipelineCall) -> str:
-    """Says that too little is changed of an image for a step, which pipelines answer with an error of torch."""
+    """Returns a message if the strength leaves no step, with which pipelines fail in torch; else an empty one."""
     defaults = inspect.signature(type(call.pipeline).__call__).parameters
-    given = {
+    options = {
         name: call.arguments.get(name, defaults[name].default)
         for name in ("strength", "num_inference_steps")
         if name in defaults
     }
-    if len(given) < 2 or not all(isinstance(value, Real) for value in given.values()):
+    if len(options) < 2 or not all(isinstance(value, Real) for value in options.values()):
         return ""
-    strength, num_steps = given["strength"], given["num_inference_steps"]
+    strength, num_steps = options["strength"], options["num_inference_steps"]
     if strength * num_steps >= 1:
         return ""
     return (
@@ -700,8 +700,8 @@ def _refuse_shapes(request: Call) -> None:
         ConfigurationError: It fails; names them with their shapes.
     """
     call = request.pipeline
-    given = [f"{n}={tuple(v.shape)}" for n, v in call.arguments.items() if isinstance(v, Tensor)]
-    if not given:
+    tensors = [f"{n}={tuple(v.shape)}" for n, v in call.arguments.items() if isinstance(v, Tensor)]
+    if not tensors:
         return
     model = Controlled(call.parts[request.denoiser], call.controls)
     try:
@@ -710,7 +710,7 @@ def _refuse_shapes(request: Call) -> None:
         pass
     except (RuntimeError, ValueError) as error:
         raise ConfigurationError(
-            f"{call.name} cannot be given {', '.join(given)}: its {request.denoiser} fails on "
+            f"{call.name} cannot be given {', '.join(tensors)}: its {request.denoiser} fails on "
             f"what becomes of that ({error})"
         ) from None
 

@@ -124,7 +124,7 @@ class StepCache:
         sharing: Links between ranks that compute the first block for some of the tokens or samples each.
 
     Attributes:
-        hooked: Modules with hooks, by their names in the request's model, but for those that are blocks as a whole.
+        hooked: Modules with hooks, by their names in the request's model, but for whole blocks.
     """
 
     def __init__(self, request: Any, sharing: Sequence[Links] = ()) -> None:
@@ -145,7 +145,7 @@ class StepCache:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StepCache]:
-        """Puts all hooks in place inside.
+        """Context in which all hooks are in place.
 
         Raises:
             ConfigurationError: diffusers finds nothing in this model that could be skipped.
@@ -225,17 +225,17 @@ class StepCache:
         if self._current is not None:
             self._states[self._current] = [getattr(*place) for place in self._places]
         self._current = number, patch
-        known, whole = self._states.get(self._current), self._states.get((number, None))
-        if known is None:
+        call_states, whole = self._states.get(self._current), self._states.get((number, None))
+        if call_states is None:
             states = whole or [None] * len(self._places)
             owners = [owner for owner, _ in self._places]
-            known = [_continued(*pair) for pair in zip(owners, states, strict=True)]
+            call_states = [_continued(*pair) for pair in zip(owners, states, strict=True)]
             for hook in self._hooks if whole else ():
                 # A series needs terms of its own before it predicts anything.
                 if hasattr(hook, "disable_cache_before_step"):
                     earliest = max(hook.disable_cache_before_step, self._step + 1)
                     hook.disable_cache_before_step = earliest
-        for (owner, name), state in zip(self._places, known, strict=True):
+        for (owner, name), state in zip(self._places, call_states, strict=True):
             setattr(owner, name, state)
             if _is_manager(owner):
                 from diffusers.hooks.hooks import CacheContext
@@ -243,7 +243,7 @@ class StepCache:
                 owner.set_context(CacheContext("step"))
 
     def _has_changed(self, hook: Any, residual: Tensor) -> bool:
-        """Does what the hook does, over the tokens of all ranks."""
+        """Decides as the hook does, by the tokens of all ranks."""
         before = hook.state_manager.get_state().head_block_residual
         if before is None:
             return True
@@ -257,7 +257,7 @@ class StepCache:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Lets modules run inside as if they had no hooks, as where a model is looked at."""
+        """Context in which modules run without their hooks, as when a model is probed."""
         active = [(hook.fn_ref, hook.fn_ref.forward) for hook in self._hooks]
         for reference, _ in active:
             reference.forward = reference.original_forward
@@ -270,7 +270,7 @@ class StepCache:
     # --- stages -----------------------------------------------------------------------------------------
 
     def divide(self, block_names: Sequence[str], is_last: bool) -> str | None:
-        """Lets the first stage store what the last one makes; returns the block whose results it needs, if any.
+        """Makes the first stage store outputs of the last one; returns the name of the block with these, if any.
 
         Raises:
             LayoutError: Blocks are called before the first that may be skipped, or after the last.
@@ -288,16 +288,16 @@ class StepCache:
         return block_names[-1]
 
     def decision(self, device: torch.device) -> Tensor:
-        """Returns whether the blocks after the first are computed in this call, as it travels."""
+        """Returns whether the blocks after the first are computed in this call, as a tensor to send."""
         computes = self._head[0].state_manager.get_state().should_compute
         return torch.full((1,), computes, dtype=torch.uint8, device=device)
 
     def decide(self, decision: Tensor) -> None:
-        """Follows the first rank."""
+        """Sets the decision of the first rank on this one."""
         self._head[0].state_manager.get_state().should_compute = bool(decision.item())
 
     def store(self, number: int, patch: int | None, results: Any) -> None:
-        """Stores what the last block has returned on another rank, as its hook does it there on one rank."""
+        """Stores the output of the last block on another rank, as its hook does on one rank."""
         hook, module = self._tail
         self._select(number, patch)
         reference = hook.fn_ref
@@ -325,10 +325,10 @@ def _is_manager(owner: Any) -> bool:
 
 
 def _continued(owner: Any, state: Any) -> Any:
-    """Returns a state of a hook without tensors, whose numbers go on; of a manager those of all its contexts."""
+    """Returns a state of a hook with its numbers and no tensors; of a manager, the states of all its contexts."""
     if _is_manager(owner):
         make = partial(owner._state_cls, *owner._init_args, **owner._init_kwargs)
-        return {name: _with_numbers(make(), known) for name, known in (state or {}).items()}
+        return {name: _with_numbers(make(), earlier) for name, earlier in (state or {}).items()}
     return _with_numbers(type(owner.state)(), state)
 
 

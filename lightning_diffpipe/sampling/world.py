@@ -34,7 +34,7 @@ class World:
     """All ranks.
 
     Attributes:
-        links: Between all of them, over gloo: what is rare travels on the host.
+        links: Links between all of them, over gloo: rare messages go through the host.
         backend: Of messages between denoisers, `"gloo"` or `"nccl"`.
     """
 
@@ -61,7 +61,7 @@ class World:
         return self.links.gather_object(value)
 
     def enter(self, phase: str, works: bool = False) -> None:
-        """Says what this rank does from now on; if it works there, others may wait for it."""
+        """Publishes the phase that this rank begins, and whether others may wait for it there."""
         watcher.publish(phase=phase, step=-1 if works else 0)
 
     def agree(
@@ -70,8 +70,8 @@ class World:
         """Returns what `make` returns on this rank, if it works on all; else the same error on all ranks.
 
         Args:
-            phase: What is done, for messages.
-            make: May note its steps (`watcher.step`); from the first one on it is missed sooner if it hangs.
+            phase: Name of the phase, for messages.
+            make: May note its steps (`watcher.step`); after the first one, a hang is noticed sooner.
             give_up: Breaks the links on which other ranks may wait for this one. Called where `make` failed, if the
                 others do not come by themselves; then at last on all ranks.
 
@@ -107,12 +107,12 @@ class World:
         return value
 
     def leave(self, error: BaseException) -> None:
-        """Lets the others know that this rank does not go on: it was not lost first."""
+        """Publishes the error by which this rank ends, so that others do not count it as lost first."""
         if self.num_ranks > 1:
             watcher.fail(error)
 
     def _errors(self, error: Exception | None, give_up: Callable[[], None]) -> list[Any]:
-        """Waits for all ranks; returns their errors."""
+        """Waits for all ranks; returns their errors, none if all have succeeded."""
         flags = [torch.zeros(1, dtype=torch.uint8) for _ in range(self.num_ranks)]
         has_given_up = False
 
@@ -144,7 +144,7 @@ class World:
         return [error for error, _ in outcomes]
 
     def measured_link(self) -> Link:
-        """Measures how fast messages of denoisers travel between ranks; collective, the same on all ranks.
+        """Measures latency and bandwidth of messages of denoisers between ranks; collective, the same on all ranks.
 
         Between hosts if there are several, since every mesh of all ranks has messages that go there.
         """
@@ -205,16 +205,16 @@ def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
 
 
 class _Place(NamedTuple):
-    """Where a rank computes."""
+    """Host and GPU of a rank."""
 
     host: str
-    # Unlike that of all others, whatever numbers processes give to those that they see.
+    # Its unique id: processes may number the GPUs that they see differently.
     gpu: str | None
     has_nccl: bool
 
 
 def _why_not_nccl(places: Sequence[_Place]) -> str:
-    """Says why denoisers cannot send over NCCL, which wants a GPU of its own for each rank; empty if they can."""
+    """Returns the reason not to send over NCCL, which needs one GPU for each rank; empty if there is none."""
     seen: dict[tuple[str, str], int] = {}
     for rank, (host, gpu, has_nccl) in enumerate(places):
         if gpu is None:

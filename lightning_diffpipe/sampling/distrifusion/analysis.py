@@ -74,7 +74,7 @@ class JointKeys:
 
 @dataclass
 class CallAnalysis:
-    """About one call of a model, for one shape of its arguments. Plain data.
+    """Properties of one call of a model, for one shape of its arguments. Plain data.
 
     Attributes:
         sample: The argument that holds the latents, as a leaf of `(args, kwargs)`.
@@ -110,13 +110,13 @@ class ModelCall(NamedTuple):
     latents: Tensor
 
     def signature(self) -> Any:
-        """Returns what two calls with the same analysis have in common."""
-        given = self.args, self.kwargs
-        return str(pytree.tree_structure(given)), shapes_of(given), tuple(self.latents.shape)
+        """Returns a key that is the same for all calls with the same analysis."""
+        inputs = self.args, self.kwargs
+        return str(pytree.tree_structure(inputs)), shapes_of(inputs), tuple(self.latents.shape)
 
 
 def analyse(call: ModelCall) -> CallAnalysis:
-    """Looks at one call of a model.
+    """Analyses one call of a model.
 
     Raises:
         GraphError: The model mixes rows in a way bands have no rule for; names the operator.
@@ -168,9 +168,9 @@ class _Look:
 
     def run(self, leaf: int, axis: int | None, name_spreaders: bool = False) -> MarkedRun:
         """Runs it with marks in the last part of an axis of an argument, or in all of it."""
-        given = self._leaves[leaf]
-        marked = given.clone()
-        leaves = [marked if x is given else x for x in self._leaves]  # ControlNets share theirs
+        whole = self._leaves[leaf]
+        marked = whole.clone()
+        leaves = [marked if x is whole else x for x in self._leaves]  # ControlNets share theirs
         size = marked.numel() if axis is None else self._marked_part(marked.shape[axis])
         part = marked if axis is None else marked.narrow(axis, marked.shape[axis] - size, size)
         part.fill_(_NAN)
@@ -214,7 +214,7 @@ def _is_float(x: Any) -> bool:
 
 
 class MarkedRun(Run, TorchFunctionMode):
-    """One run of the model with stand-ins, and what it has shown; naming what spreads marks is slow.
+    """One run of the model with stand-ins, and its findings; naming operators that spread marks is slow.
 
     Attributes:
         out: Results of the model.

@@ -57,13 +57,13 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class StepKind:
-    """A denoising step, by what it may know of other bands.
+    """A denoising step, with the data of other bands that it may read.
 
     Attributes:
         index: From 0.
         synchronous: Their data of this step.
         alone: Nothing (naive patches).
-        keep: What the next step may read is stored, or sent.
+        keep: Data that the next step may read are stored, or sent.
     """
 
     index: int
@@ -156,10 +156,10 @@ class BandCall(Run, TorchFunctionMode):
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answers a module: those that embed the latents embed all of them, those given a text only run once."""
-        given = (*args, *kwargs.values())
-        if site.name in self._analysis.constant and len(given) == 1:
+        inputs = (*args, *kwargs.values())
+        if site.name in self._analysis.constant and len(inputs) == 1:
             run = partial(site.diffpipe_original, *args, **kwargs)
-            return self._constants.get(site.name, given[0], run)
+            return self._constants.get(site.name, inputs[0], run)
         axes = self._analysis.embedders.get(site.name)
         if site.name in self._skipped and not self._suspended:
             self._turns[site.name] += 1
@@ -170,7 +170,7 @@ class BandCall(Run, TorchFunctionMode):
             counted = self._counted.setdefault((site.name, self._turns[site.name]), now)
             self._num_calls, self._num_attentions = calls + counted[0], attentions + counted[1]
             return out
-        if self._suspended or axes is None or not any(x is self._band for x in given):
+        if self._suspended or axes is None or not any(x is self._band for x in inputs):
             return site.diffpipe_original(*args, **kwargs)
         whole = {id(self._band): self._whole}
         args = tuple(whole.get(id(x), x) for x in args)
@@ -263,7 +263,7 @@ class BandCall(Run, TorchFunctionMode):
         )
 
     def moments_of(self, x: Tensor, num_groups: int) -> Moments | None:
-        """Returns the moments of the whole image, as the rule has it; None if the band is all it may know."""
+        """Returns the moments of the whole image, by the rule; None if it uses those of the band alone."""
         step = self._step
         rule = "synchronous" if step.synchronous else self._group_norm
         call = self._count()  # in every kind of step, so that later calls keep their positions
@@ -279,20 +279,20 @@ class BandCall(Run, TorchFunctionMode):
             TensorShape.of(x),
             fresh=self._group_norm == "synchronous",
         )
-        own, self._own_moments[call] = self._own_moments.get(call), mine
+        sent, self._own_moments[call] = self._own_moments.get(call), mine
         if others is None:
             return None
-        known = self._moments.setdefault(call, {})
+        stored = self._moments.setdefault(call, {})
         band, shares = self._bands.rank, self._bands.shares
         if rule == "synchronous":
-            received = known[step.index] = Moments.unpacked(self._in_order(mine, others))
-            known.pop(step.index - 2, None)
+            received = stored[step.index] = Moments.unpacked(self._in_order(mine, others))
+            stored.pop(step.index - 2, None)
             return received.combined(shares)
-        assert own is not None
-        before = known[step.index - 1] = Moments.unpacked(self._in_order(own, others))
-        known.pop(step.index - 3, None)
+        assert sent is not None
+        before = stored[step.index - 1] = Moments.unpacked(self._in_order(sent, others))
+        stored.pop(step.index - 3, None)
         if rule == "predicted":
-            return predicted(before, known.get(step.index - 2), now, band, shares)
+            return predicted(before, stored.get(step.index - 2), now, band, shares)
         if rule == "corrected":
             moments, fallbacks = corrected(before, now, band, shares)
             self.fallbacks = self.fallbacks + fallbacks  # read on the host at the end

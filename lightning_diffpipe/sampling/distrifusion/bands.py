@@ -121,7 +121,7 @@ def refuse(func: Any) -> None:
 def input_first(
     args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Returns the arguments of a function with its first by position, by whatever name torch gives it.
+    """Returns the arguments of a function with its first one by position, whatever its name is.
 
     Example:
         >>> input_first((), {"input": 1, "weight": 2})

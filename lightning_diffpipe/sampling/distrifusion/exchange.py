@@ -95,7 +95,7 @@ class Exchange:
         Args:
             step: From 0.
             synchronous: Calls wait for the data of this step, and read nothing of the step before.
-            keep: Whether what bands send each other in this step may be read by the step after it.
+            keep: Whether the step after this one may read data that bands send in this one.
         """
         self._step, self._synchronous, self._keep = step, synchronous, keep
         if synchronous and not self._skips:
@@ -110,10 +110,10 @@ class Exchange:
         own: TensorShape,
         fresh: bool = False,
     ) -> dict[int, Tensor] | None:
-        """Passes on what other bands need, and gets theirs.
+        """Sends the data that other bands need, and returns theirs.
 
         Args:
-            kind: What it is.
+            kind: Kind of the data.
             call: Position of the operator in the forward.
             outgoing: By receiver.
             expected: By sender.
@@ -132,17 +132,17 @@ class Exchange:
             if not fresh and self._keep:
                 self._stale[call] = self._step, lambda: received
             return received
-        made, read = self._stale.pop(call, (None, dict[int, Tensor]))
+        step, read = self._stale.pop(call, (None, dict[int, Tensor]))
         if self._keep:
             self._stale[call] = self._step, self._later(kind, outgoing, expected)
-        if made is None:
+        if step is None:
             if self._step > 0:
                 raise GraphError(
                     f"call {call} ({kind}) of step {self._step} has no data of the step before"
                 )
             return None
-        if made != self._step - 1 and not self._skips:
-            raise GraphError(f"call {call} ({kind}) of step {self._step} would read step {made}")
+        if step != self._step - 1 and not self._skips:
+            raise GraphError(f"call {call} ({kind}) of step {self._step} would read step {step}")
         return read()
 
     def gather(self, mine: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
@@ -155,7 +155,7 @@ class Exchange:
             self._stale.popitem()[1][1]()
 
     def stop_step(self) -> None:
-        """Sends what has not filled a message."""
+        """Sends data that have not filled a message."""
         for (kind, _), unfilled in self._ranges.items():
             unfilled.send(self._links, kind)
         self._ranges.clear()
@@ -220,20 +220,20 @@ class Constants:
         if name not in self._candidates or x.is_inference():
             return compute()
         if name in self._stored:
-            given, out, version = self._stored[name]
-            if not given.is_in(x):
-                if x.shape != given.copy.shape or not torch.equal(x, given.copy):
+            entry, out, version = self._stored[name]
+            if not entry.is_in(x):
+                if x.shape != entry.copy.shape or not torch.equal(x, entry.copy):
                     self._candidates.discard(name)
                     del self._stored[name]
                     return compute()
-                given.tensor, given.version = x, x._version
+                entry.tensor, entry.version = x, x._version
             if out._version == version:  # the model may write into what it gets
                 return out
         else:
-            known = (known for known in self._inputs if known.is_in(x))
-            given = next(known, None) or _Input(x.clone(), x, x._version)
-            self._inputs = [*(other for other in self._inputs if other is not given), given]
+            equals = (each for each in self._inputs if each.is_in(x))
+            entry = next(equals, None) or _Input(x.clone(), x, x._version)
+            self._inputs = [*(other for other in self._inputs if other is not entry), entry]
         out = compute()
         if not out.is_inference():
-            self._stored[name] = given, out, out._version
+            self._stored[name] = entry, out, out._version
         return out

@@ -66,12 +66,12 @@ class Moments:
 
     @classmethod
     def unpacked(cls, tensors: Sequence[Tensor]) -> Moments:
-        """Returns the moments of all bands, from what they sent."""
+        """Returns the moments of all bands, from their messages."""
         stacked = torch.stack(list(tensors)).double()
         return cls(stacked[:, 0], stacked[:, 1])
 
     def combined(self, shares: Sequence[float]) -> Moments:
-        """Returns the moments of the whole image, from those of the bands and what share of it each is."""
+        """Returns the moments of the whole image, from those of the bands and the share of each."""
         share = _weights(tuple(shares), self.mean.device)
         mean = (share * self.mean).sum(0)
         difference = self.mean - mean
@@ -102,15 +102,15 @@ def stale(before: Moments, now: Moments, band: int, shares: Sequence[float]) -> 
 def corrected(
     before: Moments, now: Moments, band: int, shares: Sequence[float]
 ) -> tuple[Moments, Tensor]:
-    """Takes the whole image to have changed as much as this band did.
+    """Returns moments of the whole image as if it had changed as much as this band did.
 
     Returns:
         Its moments, and how often the variance was negative and the band's own was taken.
     """
-    whole, own = before.combined(shares), before.band(band)
+    whole, here = before.combined(shares), before.band(band)
     square = whole.variance + whole.mean**2
-    square = square + (now.variance + now.mean**2) - (own.variance + own.mean**2)
-    mean = whole.mean + now.mean - own.mean
+    square = square + (now.variance + now.mean**2) - (here.variance + here.mean**2)
+    mean = whole.mean + now.mean - here.mean
     variance = square - mean**2
     negative = variance < 0
     return Moments(torch.where(negative, now.variance, variance), mean), negative.sum()

@@ -52,7 +52,7 @@ from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
 from lightning_diffpipe.sampling.loop import restored, snapshot
 from lightning_diffpipe.sampling.rehearsal import (
-    error_beside,
+    error_against,
     failing,
     needing_memory,
     refuse_if_other,
@@ -82,7 +82,7 @@ class DistriFusion:
         mode: "displaced", "synchronous" or "naive".
         warmup_steps: Synchronous steps at the start, or "auto": until what the model is given in a step differs by
             less than `settled` from the step before.
-        group_norm: What displaced steps make of other bands' statistics; see `moments.py`.
+        group_norm: Rule by which displaced steps use other bands' statistics; see `moments.py`.
         calls_per_message: Operators of one kind whose data share a message in displaced steps.
         settled: Relative change of the model's input, the scaled latents, that ends the automatic warm-up.
         verify: Compare the first call of each kind with a plain one.
@@ -146,7 +146,7 @@ class DistriFusion:
 
 @dataclass
 class DistriFusionRun(Run):
-    """Everything that lives as long as one request.
+    """State of one request on this rank.
 
     Attributes:
         settings: Of the model; one of others is looked at again.
@@ -213,17 +213,17 @@ class DistriFusionRun(Run):
         return call.run(whole, self._step)
 
     def _band_call(self, call: ModelCall) -> BandCall:
-        """Returns who answers the next call of a step; the first step decides."""
+        """Returns the `BandCall` of the next call of a step; the first step makes it."""
         kind, index = (call.signature(), self.settings), self._num_calls
         analyses = self.sampler.analyses
         if index < len(self.calls):
-            before, known = self.calls[index]
+            before, band_call = self.calls[index]
             if before != kind:
                 raise GraphError(
                     f"call {index} of a step got arguments of other shapes than in the first step; bands "
                     "keep what was sent from step to step, and need the same shapes in every step"
                 )
-            return known
+            return band_call
         if self._step.index > 0:
             self._check_number_of_calls(index + 1)
         if kind not in analyses:
@@ -267,7 +267,7 @@ class DistriFusionRun(Run):
         with failing(f"on a band of {bands.size} of {bands.num_rows} rows", _REMEDY, cause):
             result = self._new_call(analysis).run(whole, StepKind(0, synchronous=True))
         warning = "all rows of the latents do not fit into memory at once; bands are not compared with them"
-        error = error_beside(self._links, plain, result, warning)
+        error = error_against(self._links, plain, result, warning)
         tolerance = tolerance_of(whole.interception.root, whole.latents, convolves_parts=True)
         where = f"on bands of {', '.join(map(str, bands.rows))} rows"
         refuse_if_other(error, tolerance, where, "the whole", _REMEDY)
@@ -322,11 +322,11 @@ def emulate(
     """Samples with as many bands, each in a thread.
 
     Args:
-        request: What is sampled.
+        request: The request.
         num_bands: Ranks to emulate.
-        link: How fast messages travel; None means at once.
+        link: Latency and bandwidth of messages; None for no delay.
         on_step: Called by band 0.
-        timeout_s: How long any wait may last.
+        timeout_s: Longest wait, in seconds.
         options: Of `DistriFusion`.
 
     Returns:
@@ -342,9 +342,9 @@ def emulate(
             index = torch.cuda.current_device() if device.index is None else device.index
             default = torch.cuda.default_generators[index]
     network = LoopbackNetwork(num_bands, device, link, timeout_s)
-    given = dict(request.step_kwargs) | ({} if default is None else {"generator": default})
+    kwargs = dict(request.step_kwargs) | ({} if default is None else {"generator": default})
 
-    states = snapshot(given)  # a thread draws as if it were a process
+    states = snapshot(kwargs)  # a thread draws as if it were a process
     requests = [replace(request, step_kwargs=restored(states)) for _ in range(num_bands)]
 
     def band(links: Links) -> tuple[Tensor, DistriFusion]:

@@ -64,9 +64,9 @@ class PartRunner:
     """State that all runs of one request on one rank share.
 
     Attributes:
-        stage: What this rank runs.
+        stage: Blocks of this rank.
         interception: Of the model's blocks, and of modules whose results are stored.
-        attend: How tokens attend.
+        attend: Function that computes attention.
         fill: Value of everything that must not be read.
         step_cache: Modules of its that are `hooked` may be skipped.
     """
@@ -123,7 +123,7 @@ class PartRunner:
 
         Args:
             call: The closure, with its latents and timestep.
-            part: What is computed.
+            part: Tokens and samples to compute.
             receive: Gives what comes next from the rank before this one, one tensor after the other.
             send: Takes what goes to the rank after it.
             earlier: Runs on other samples of the same step, whose results are to be put together.
@@ -196,8 +196,8 @@ class PartRun(Run):
         here, self.position = self.position, self.position + 1
         block = layout.blocks[here]
         if here not in stage.own:
-            wanted = here in stage.incoming[stage.visit_of[here]]
-            return self._whole(here) if wanted else block.nested(self.runner.dummies[here])
+            is_read = here in stage.incoming[stage.visit_of[here]]
+            return self._whole(here) if is_read else block.nested(self.runner.dummies[here])
         self.slices[here] = self._execute(here, site, args, kwargs)
         visit = stage.visit_of[here]
         if here == stage.ends[visit]:
@@ -245,9 +245,9 @@ class PartRun(Run):
             return cut_arguments(block, flat, self.part)
         flat = list(flat)
         for leaf, tokens in block.inputs.items():
-            x, known = flat[leaf], self._known_slices(flat[leaf], tokens)
-            if known is not None:
-                flat[leaf] = known
+            x, slices = flat[leaf], self._known_slices(flat[leaf], tokens)
+            if slices is not None:
+                flat[leaf] = slices
                 continue
             # Tables of rope are the same object for many blocks, and often for all steps.
             selection = tokens.owned(self.part)
@@ -261,11 +261,11 @@ class PartRun(Run):
 
     def _known_slices(self, x: Any, tokens: TokenAxis) -> Tensor | None:
         """Returns the tokens of this part that an object of full size stands for."""
-        known = self._tokens_of.get(id(x))
-        if known is None or known.tokens is not tokens:
+        full = self._tokens_of.get(id(x))
+        if full is None or full.tokens is not tokens:
             return None
         # Who is given them may change them; nobody else must see that.
-        return known.slices if known.is_read_once else known.slices.clone()
+        return full.slices if full.is_read_once else full.slices.clone()
 
     def _attention(self, here: int, block: Block) -> Callable[..., Tensor]:
         self._num_attended = 0
@@ -306,7 +306,7 @@ class PartRun(Run):
         return self.slices[call]
 
     def _whole(self, call: int) -> Any:
-        """Returns the results of a call at full size; what is not known, or not looked at, is a dummy."""
+        """Returns the results of a call at full size; results that are unknown, or not read, are dummies."""
         block, glue = self.runner.layout.blocks[call], self.runner.layout.glue
         pieces = [(run.part, run.slices[call]) for run in self.earlier]
         pieces.append((self.part, self._slices(call)))
@@ -316,13 +316,13 @@ class PartRun(Run):
                 leaves[leaf] = pieces[0][1][i]
                 continue
             if not self._hands_on or (call, leaf) not in glue.passed:
-                own = [(part, slices[i]) for part, slices in pieces]
+                owned = [(part, slices[i]) for part, slices in pieces]
                 axis = block.output_samples.get(leaf)
-                leaves[leaf] = self._full(block.results[leaf], tokens, own, axis)
+                leaves[leaf] = self._full(block.results[leaf], tokens, owned, axis)
             if self._hands_on:
                 once = len(self.runner.layout.readers[call]) == 1
-                known = _FullSize(leaves[leaf], pieces[-1][1][i], tokens, once)
-                self._tokens_of[id(leaves[leaf])] = known
+                full = _FullSize(leaves[leaf], pieces[-1][1][i], tokens, once)
+                self._tokens_of[id(leaves[leaf])] = full
         return block.nested(leaves)
 
     def _full(
@@ -378,17 +378,17 @@ class PartRun(Run):
         if call is None or not self._hands_on:
             return site.diffpipe_original(*args, **kwargs)
         flat, spec = pytree.tree_flatten((args, kwargs))
-        known = self._known_slices(flat[call.leaf], call.given)
-        if known is None:
+        slices = self._known_slices(flat[call.leaf], call.given)
+        if slices is None:
             return site.diffpipe_original(*args, **kwargs)
-        flat[call.leaf] = known
+        flat[call.leaf] = slices
         args, kwargs = pytree.tree_unflatten(flat, spec)
-        made = site.diffpipe_original(*args, **kwargs)
+        part = site.diffpipe_original(*args, **kwargs)
         if call.passed:
             full = runner.local_dummies[place]
         else:
-            full = self._full(call.shape, call.made, [(self.part, made)])
-        self._tokens_of[id(full)] = _FullSize(full, made, call.made, False)
+            full = self._full(call.shape, call.made, [(self.part, part)])
+        self._tokens_of[id(full)] = _FullSize(full, part, call.made, False)
         return full
 
 

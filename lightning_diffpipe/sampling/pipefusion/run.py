@@ -35,11 +35,11 @@ _NAN = float("nan")
 
 @dataclass(frozen=True)
 class PipeFusionSetting:
-    """Everything decided about a request before it runs; the same on all ranks.
+    """All decisions about a request before it runs; the same on all ranks.
 
     Attributes:
-        stages: Who runs which blocks.
-        patches: What each patch computes.
+        stages: Blocks of each rank.
+        patches: Part of the tokens that each patch computes.
         shares: For each patch, what each rank of a stage computes of it.
         plan: Its turns; of synchronous steps only while W is to be found.
     """
@@ -52,7 +52,7 @@ class PipeFusionSetting:
 
 
 class PipeFusionRun:
-    """Everything that lives as long as one request, caches included.
+    """State of one request on this rank, caches included.
 
     Attributes:
         plan: Of the request; W is put in as soon as it is known.
@@ -215,15 +215,15 @@ class PipeFusionRun:
             layout.put_rows(latents, units, layout.take_rows(loop.sample, units))
             if self.plan.decides_after(turn):
                 self._given_before = self._given(latents, turn.step)
-            t, given = loop.given
-            self._schedulers.step(latents, prediction, t, turn.patch, given)
+            t, kwargs = loop.given
+            self._schedulers.step(latents, prediction, t, turn.patch, kwargs)
         if not self._is_first and turn.step < self.plan.num_steps - 1:
             stored = [x for c in self._stored_calls for x in run.slices[c]]
             self._links.send(pack([layout.take_rows(latents, units), *stored]), 0, "latents")
         return latents
 
     def _loop_at(self, turn: Turn, latents: Tensor) -> tuple[Loop, Callable[[], Tensor]]:
-        """Returns the loop of a turn's patch, and what runs it up to its prediction.
+        """Returns the loop of a turn's patch, and a function that runs it up to its prediction.
 
         In synchronous steps the first loop predicts, and all others go along. The first rank reads the latents that
         loops are given, and the last one steps its rows of them.
@@ -250,10 +250,10 @@ class PipeFusionRun:
         if turn.patch is None:
             self._predictions[number] = prediction.clone()
             return prediction
-        layout, known = self._setting.layout, self._predictions[number]
+        layout, whole = self._setting.layout, self._predictions[number]
         units = self._setting.patches[turn.patch].units
-        layout.put_rows(known, units, layout.take_rows(prediction, units))
-        return known.clone()
+        layout.put_rows(whole, units, layout.take_rows(prediction, units))
+        return whole.clone()
 
     def _collect_rows(self, x: Tensor, patch: int | None, kind: MessageKind) -> None:
         """Fills in the rows of a patch, or of all, that other ranks of the stage have."""
@@ -275,7 +275,7 @@ class PipeFusionRun:
     def _shares(
         self, patch: int | None, microbatch: tuple[int, int]
     ) -> tuple[Part, Sequence[Part]]:
-        """Returns what all ranks of the stage compute together, and the part of each."""
+        """Returns the part that all ranks of the stage compute together, and that of each."""
         setting, n = self._setting, self._sequence.num_ranks
         if patch is not None:
             return setting.patches[patch], setting.shares[patch]
@@ -314,7 +314,7 @@ class PipeFusionRun:
             self.plan = replace(self.plan, warmup_steps=turn.step + 1)
 
     def _given(self, latents: Tensor, step: int) -> Tensor:
-        """Returns what the model is given of this rank's rows in a step."""
+        """Returns the model's input for this rank's rows in a step."""
         rows = self._setting.layout.take_rows(latents, self._own_units)
         return self._request.scaler.scale(rows, step)
 

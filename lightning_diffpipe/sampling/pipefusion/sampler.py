@@ -76,7 +76,7 @@ class PipeFusion:
             compute with results, which have to be complete.
         sequence_links: Between the ranks of one stage, if it has several: they share the tokens of every patch.
             Then `links` join the ranks of equal position in their stages.
-        sequence_mode: How they attend: "ulysses" trades tokens for heads, "ring" passes keys and values round.
+        sequence_mode: Attention over them: "ulysses" trades tokens for heads, "ring" passes keys and values round.
         axis: Axis of the latents to cut; rows, or packed tokens, if None. 2 cuts a video along time.
         verify: Fill everything that must not be read with NaN, and rehearse the first request of a layout: a step
             in patches against a synchronous one (`sampling/rehearsal.py`).
@@ -135,8 +135,8 @@ class PipeFusion:
         def decide() -> tuple[int, Layout | None, tuple[int, ...]]:
             """Returns the number of the layout, the layout if others do not have it yet, and where to cut."""
             layout, positions = self._decide(request)
-            for number, known in self._by_number.items():
-                if known is layout:
+            for number, other in self._by_number.items():
+                if other is layout:
                     return number, None, positions
             return max(self._by_number, default=-1) + 1, layout, positions
 

@@ -74,12 +74,12 @@ class _OverRanks:
         owned = [call.tokens.owned(part) for part in parts]
         whole = call.tokens.owned(together)
         if whole.index is not None:
-            found = [torch.searchsorted(whole.index, each.index) for each in owned]
-            owned = [Selection(len(whole), index) for index in found]
+            places = [torch.searchsorted(whole.index, each.index) for each in owned]
+            owned = [Selection(len(whole), index) for index in places]
         mine = call.tokens.own_among_fed(call.part)
-        if (found := call.k.shape[-2]) != mine.size:
+        if (size := call.k.shape[-2]) != mine.size:
             raise LayoutError(
-                f"{call.block.name} attends to {found} tokens of rank {self._links.rank}, and the others expect "
+                f"{call.block.name} attends to {size} tokens of rank {self._links.rank}, and the others expect "
                 f"{mine.size}: the block makes some by itself; take method=single"
             )
         q, k, v = (mine.take(x, -2) for x in (call.q, call.k, call.v))
@@ -148,8 +148,8 @@ class Ulysses(_OverRanks):
 
         def heads_of(rank: int) -> list[Tensor]:
             ranges = (heads[rank], key_heads[rank], key_heads[rank])
-            given = zip((call.q, call.k, call.v), ranges, strict=True)
-            return [x.narrow(1, each.start, len(each)) for x, each in given]
+            pairs = zip((call.q, call.k, call.v), ranges, strict=True)
+            return [x.narrow(1, each.start, len(each)) for x, each in pairs]
 
         mine = heads_of(me)
         shapes = {
@@ -173,8 +173,8 @@ class Ulysses(_OverRanks):
         # The heads of a token side by side, as attention gives them and models want them.
         out, axis = out.transpose(1, 2), out.ndim - 3
         me, total, width = self._links.rank, sum(map(len, heads)), out.shape[-1]
-        own = owned[me].take(out, axis)
-        lead = own.shape[:-2]
+        here = owned[me].take(out, axis)
+        lead = here.shape[:-2]
         pieces = self._trade(
             {peer: [owned[peer].take(out, axis).contiguous()] for peer in self._peers},
             {
@@ -183,7 +183,7 @@ class Ulysses(_OverRanks):
             },
         )
         whole = out.new_empty(*lead, total, width)
-        for rank, (piece,) in (pieces | {me: [own]}).items():
+        for rank, (piece,) in (pieces | {me: [here]}).items():
             whole.narrow(axis + 1, heads[rank].start, len(heads[rank])).copy_(piece)
         return whole.transpose(1, 2)
 
@@ -300,21 +300,21 @@ def attention_part(
         return out, norm.unsqueeze(-1)
     if mask is None and q.device.type == "cuda":
         # Zeros up to a width that kernels take change no score; numbers of a head have to lie in a row.
-        given = [
+        padded = [
             x
             if x.shape[-1] % _WIDTHS == 0 and x.stride(-1) == 1
             else F.pad(x, (0, -x.shape[-1] % _WIDTHS)).contiguous()
             for x in (q, k, v)
         ]
         # The first kernel is asked that takes these types and sizes on this GPU, and that is not turned off.
-        asked, width = SDPAParams(*given, None, 0.0, False, False), v.shape[-1]
+        params, width = SDPAParams(*padded, None, 0.0, False, False), v.shape[-1]
         kernels = torch.ops.aten
-        if can_use_flash_attention(asked):
-            out, norm, *_ = kernels._scaled_dot_product_flash_attention(*given, scale=scale)
+        if can_use_flash_attention(params):
+            out, norm, *_ = kernels._scaled_dot_product_flash_attention(*padded, scale=scale)
             return out.narrow(-1, 0, width), norm.unsqueeze(-1)
-        if can_use_efficient_attention(asked):
+        if can_use_efficient_attention(params):
             out, norm, *_ = kernels._scaled_dot_product_efficient_attention(
-                *given, None, compute_log_sumexp=True, scale=scale
+                *padded, None, compute_log_sumexp=True, scale=scale
             )
             norm = norm.narrow(-1, 0, q.shape[-2])  # filled up to a multiple of 32 queries
             return out.narrow(-1, 0, width), norm.unsqueeze(-1)

@@ -43,7 +43,7 @@ class DenoiserStage:
         outgoing: For each visit, the calls whose results it sends on.
         ends: The last own call of each visit.
         visit_of: For each call of any rank, the visit it belongs to.
-        is_last: Whether the prediction is made here.
+        is_last: Whether this rank computes the prediction.
     """
 
     own: frozenset[int]
@@ -97,13 +97,13 @@ class Stages:
         crossing = [_crossing(layout, rank_of, visit_of, rank) for rank in range(-1, len(owners))]
         stages = []
         for rank in range(len(owners)):
-            own = [call for call, owner in enumerate(rank_of) if owner == rank]
-            last_of = {visit_of[call]: call for call in own}
+            calls = [call for call, owner in enumerate(rank_of) if owner == rank]
+            last_of = {visit_of[call]: call for call in calls}
             ends = tuple(last_of[visit] for visit in range(max(visit_of) + 1))
             is_last = rank == len(owners) - 1
             incoming, outgoing = crossing[rank : rank + 2]
             stages.append(
-                DenoiserStage(frozenset(own), incoming, outgoing, ends, visit_of, is_last)
+                DenoiserStage(frozenset(calls), incoming, outgoing, ends, visit_of, is_last)
             )
         return cls(owners, tuple(stages))
 
@@ -146,10 +146,10 @@ def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[f
         ) -> Any:
             nonlocal end_s
             kind = next(position)
-            if len(known := times.setdefault(kind, [])) <= repeats:
+            if len(seconds := times.setdefault(kind, [])) <= repeats:
                 start_s = now_s()
                 results[kind] = forward(*args, **kwargs)
-                known.append(now_s() - start_s)
+                seconds.append(now_s() - start_s)
             out = pytree.tree_map_only(Tensor, torch.clone, results[kind])
             end_s = now_s()
             return out

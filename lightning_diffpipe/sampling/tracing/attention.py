@@ -67,31 +67,31 @@ class Kernel:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Computes attention `(batch, heads, tokens, width)`, unless a function mode answers."""
-        given = query, key, value
-        if has_torch_function(given):
-            answered: Tensor = handle_torch_function(self, given, *given, **options)
+        tensors = query, key, value
+        if has_torch_function(tensors):
+            answered: Tensor = handle_torch_function(self, tensors, *tensors, **options)
             return answered
         # What a kernel does not take, diffusers' dispatch has not given it either.
         options = {name: x for name, x in options.items() if name in self._taken}
         with AttentionByName(None):  # some call torch's attention
-            out: Tensor = self._compute(*(x.transpose(1, 2) for x in given), **options)
+            out: Tensor = self._compute(*(x.transpose(1, 2) for x in tensors), **options)
         return out.transpose(1, 2)
 
     def _dispatched(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Stands in the registry."""
+        """Computes a call from diffusers' registry, tokens before heads."""
         if options.pop("_parallel_config", None) is not None:
             raise ConfigurationError(
                 "ranks of a Predictor share the work, and so do those of enable_parallelism; leave that out"
             )
-        given = [x.transpose(1, 2) for x in (query, key, value)]
+        tensors = [x.transpose(1, 2) for x in (query, key, value)]
         if torch.compiler.is_compiling():
-            out = torch.ops.lightning_diffpipe.attend(*given, **options, kernel=self.name)
+            out = torch.ops.lightning_diffpipe.attend(*tensors, **options, kernel=self.name)
         else:
-            out = self.answered(*given, **options)
+            out = self.answered(*tensors, **options)
         return out.transpose(1, 2)
 
     def answered(self, *given: Tensor, **options: Any) -> Tensor:
-        """Asks who answers attention by name in this thread; computes if nobody does."""
+        """Passes attention to this thread's handler of attention by name; computes it without one."""
         handler = AttentionByName.here()
         if handler is None:
             return self(*given, **options)
@@ -101,9 +101,9 @@ class Kernel:
         self, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Returns attention and the logarithm of its normaliser, `(batch, heads, queries, 1)`."""
-        given = (x.transpose(1, 2) for x in (query, key, value))
+        tensors = (x.transpose(1, 2) for x in (query, key, value))
         with AttentionByName(None):
-            out, norm, *_ = self._compute(*given, scale=scale, return_lse=True)
+            out, norm, *_ = self._compute(*tensors, scale=scale, return_lse=True)
         norm = norm.mT if self.tokens_first else norm
         return out.transpose(1, 2), norm.reshape(*query.shape[:-1], 1)
 
@@ -201,7 +201,7 @@ class AttentionIntercepted(TorchFunctionMode):
 def answer_attention(
     handler: AttentionHandler, attend: Attend, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """Hands a call of attention to a handler."""
+    """Passes a call of attention to a handler."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     options = dict(zip(names, args, strict=False)) | dict(kwargs)
     query, key, value = (options.pop(name) for name in names[:3])
@@ -255,7 +255,7 @@ class AttentionByName:
 
     @classmethod
     def here(cls) -> AttentionHandler | None:
-        """Returns who answers attention in this thread; None if torch does."""
+        """Returns the handler of attention in this thread; None if torch computes it."""
         return getattr(cls._here, "handler", None)
 
     @classmethod
@@ -305,7 +305,7 @@ class CompiledBlock:
         self._compiled = torch.compile(block._call_impl, backend=backend, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the graph, with attention by whoever answers it."""
+        """Calls the graph, with attention by the handler of this thread."""
         with AttentionByName(AttentionByName.here()):
             return self._compiled(*args, **kwargs)
 

@@ -171,12 +171,12 @@ class BlockTracer:
         block = self._block
         for result, reached, source, leaf, axis in through:
             if leaf in block.inputs and block.inputs[leaf].axis == axis:
-                known = block.outputs.setdefault(
+                result_tokens = block.outputs.setdefault(
                     result, TokenAxis(reached, torch.full_like(source, NOBODY))
                 )
-                if known.axis == reached:
-                    there = source >= 0
-                    known.owner[there] = block.inputs[leaf].owner[source[there]]
+                if result_tokens.axis == reached:
+                    is_reached = source >= 0
+                    result_tokens.owner[is_reached] = block.inputs[leaf].owner[source[is_reached]]
             elif block.input_samples.get(leaf) == axis and torch.equal(
                 source, torch.arange(len(source))
             ):

@@ -111,7 +111,7 @@ class _Follower(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def touch(self, tree: Any) -> None:
-        """Notes that everything in a tree is looked at."""
+        """Notes that the values of everything in a tree are read."""
         for x in pytree.tree_leaves(tree):
             if id(x) in self._known:
                 self._touched.add(self._known[id(x)].key)
@@ -159,9 +159,9 @@ class _Follower(TorchFunctionMode):
         del self._known[id(source.value)]
         out = self._within("_inside", forward, args, kwargs)
         self._known[id(source.value)] = source
-        made = TokenAxis(axis, source.tokens.owner, source.tokens.num_text)
-        self._local[place] = LocalCall(leaves[0], source.tokens, made, TensorShape.of(out), False)
-        self._follow(out, place, made)
+        tokens = TokenAxis(axis, source.tokens.owner, source.tokens.num_text)
+        self._local[place] = LocalCall(leaves[0], source.tokens, tokens, TensorShape.of(out), False)
+        self._follow(out, place, tokens)
         return out
 
     def _axis_of_tokens(
@@ -169,10 +169,10 @@ class _Follower(TorchFunctionMode):
     ) -> int | None:
         """Returns the axis of tokens in the result of a call that is local."""
         if self._tried is not None:
-            known = self._tried.get(place)
-            if known is None or known.leaf != leaf or known.given != tokens:
+            call = self._tried.get(place)
+            if call is None or call.leaf != leaf or call.given != tokens:
                 return None
-            return known.made.axis
+            return call.made.axis
         module = self._model.get_submodule(place[1])
         before = self._known, self._storing
         self._known, self._storing = {}, True  # what runs meanwhile is none of the request's
@@ -197,8 +197,8 @@ def _axis_of_local(
     module: nn.Module, flat: list[Any], spec: Any, leaf: int, axis: int
 ) -> int | None:
     """Returns the axis of tokens of a module's result, if it is local by a trial with random weights."""
-    given, size = flat[leaf], flat[leaf].shape[axis]
-    draw = torch.Generator(given.device).manual_seed(0)
+    tensor, size = flat[leaf], flat[leaf].shape[axis]
+    draw = torch.Generator(tensor.device).manual_seed(0)
 
     def random(like: Tensor) -> Tensor:
         drawn = torch.randn(like.shape, generator=draw, device=like.device)
@@ -213,10 +213,10 @@ def _axis_of_local(
             return None
         return out if isinstance(out, Tensor) and out.is_floating_point() else None
 
-    if size < _MIN_TOKENS or not given.is_floating_point():
+    if size < _MIN_TOKENS or not tensor.is_floating_point():
         return None
     weights = {n: random(p) for n, p in module.named_parameters() if p.is_floating_point()}
-    x, cut = random(given), size // 3
+    x, cut = random(tensor), size // 3
     if (whole := run(x)) is None:
         return None
     axes = [a for a in range(whole.ndim) if whole.shape[a] == size]
@@ -267,9 +267,9 @@ def find_invariants(
 
     first = record(unknown, t)
     here, sources, called = first.calls, first.sources, first.called
-    known, later = record(latents, t, here), record(unknown, other_t, here)
-    in_step, in_request = _same(here, known.calls), set[Place]()
-    others = [known, later]
+    on_latents, later = record(latents, t, here), record(unknown, other_t, here)
+    in_step, in_request = _same(here, on_latents.calls), set[Place]()
+    others = [on_latents, later]
     if not torch.equal(t, other_t):
         dtype = t.dtype if t.is_floating_point() else torch.get_default_dtype()
         with contextlib.suppress(Exception):  # not every model can take NaN
@@ -303,7 +303,7 @@ def find_invariants(
 
 @dataclass
 class _Call:
-    """One call of a module: inside which others, on what, and what came out."""
+    """One call of a module: the calls around it, the shapes of its arguments, and its results."""
 
     around: tuple[Place, ...]
     shapes: Any
@@ -311,12 +311,12 @@ class _Call:
     copies: list[Tensor] = field(default_factory=list)
 
     def equals(self, other: _Call) -> bool:
-        """Returns whether the same came out, and stayed as it was."""
-        own = (self.around, self.shapes, len(self.copies))
-        if own != (other.around, other.shapes, len(other.copies)):
+        """Returns whether both calls had equal results, which have not been written to since."""
+        shape = (self.around, self.shapes, len(self.copies))
+        if shape != (other.around, other.shapes, len(other.copies)):
             return False
         every = (self.results, other.results, other.copies)
-        pairs = [(a, b) for some in every for a, b in zip(self.copies, some, strict=True)]
+        pairs = [(a, b) for others in every for a, b in zip(self.copies, others, strict=True)]
         return all((a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(a, b) for a, b in pairs)
 
 
@@ -379,8 +379,8 @@ class _CallRecorder:
             finally:
                 self._open = around
             leaves, among = pytree.tree_leaves(out), self._among
-            wanted = among is None or (place in among and bool(among[place].copies))
-            if wanted and all(isinstance(x, Tensor) and not has_nan(x) for x in leaves):
+            is_kept = among is None or (place in among and bool(among[place].copies))
+            if is_kept and all(isinstance(x, Tensor) and not has_nan(x) for x in leaves):
                 call.results, call.copies = leaves, [x.clone() for x in leaves]
             return out
 

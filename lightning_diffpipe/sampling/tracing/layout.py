@@ -106,7 +106,7 @@ class TokenAxis:
     """One axis of a tensor that runs over tokens.
 
     Attributes:
-        axis: Which one.
+        axis: Index of the axis.
         owner: For each index the unit, the text token (`text_token`), or `NOBODY`.
         num_text: Text tokens in the attention of the block, of which parts get shares.
         ghost: Text tokens that some block cannot do without, by stream: of one of which a part has none, it is fed
@@ -177,8 +177,8 @@ class TokenAxis:
         """Returns the tokens of a part among those a block is fed for it: all, but for a ghost."""
         key = (part.units, part.text, "own")
         if key not in self._selected:
-            own, fed = self.owned(part).index, self.fed(part)
-            is_own = None if own is None else torch.isin(fed.index, own).nonzero().squeeze(1)
+            owned, fed = self.owned(part).index, self.fed(part)
+            is_own = None if owned is None else torch.isin(fed.index, owned).nonzero().squeeze(1)
             has_ghost = is_own is not None and len(is_own) < len(fed)
             self._selected[key] = Selection(len(fed), is_own if has_ghost else None)
         return self._selected[key]
@@ -265,7 +265,7 @@ class Block:
 
     @property
     def streams(self) -> tuple[frozenset[int], ...]:
-        """Text tokens of each argument that holds nothing else; all of the block's if there is none."""
+        """Numbers of text tokens of each argument that has only such; those of the block if there is none."""
         owners = [frozenset(x.owner.tolist()) for x in self.inputs.values() if x.owner.max() < -1]
         streams = {frozenset(_FIRST_TEXT - owner for owner in each) for each in owners}
         return tuple(streams or [frozenset(range(self.num_text))] * (self.num_text > 0))
@@ -285,7 +285,7 @@ class Block:
 
 
 def without_memory(shape: TensorShape, fill: float, device: torch.device) -> Tensor:
-    """Makes a tensor of one number for all, such as a placeholder."""
+    """Returns a tensor all of whose entries share one number in memory, such as a placeholder."""
     return torch.full((), fill, dtype=shape.dtype, device=device).expand(shape.shape)
 
 
@@ -293,7 +293,7 @@ class LocalCall(NamedTuple):
     """A call of a module between blocks that treats every token alike.
 
     Attributes:
-        leaf: Which of the leaves of its `(args, kwargs)` has the tokens.
+        leaf: Index of the argument with the tokens, among the leaves of `(args, kwargs)`.
         given: Tokens of that.
         made: Tokens of the result.
         passed: The result is passed; see `Glue`.
@@ -321,7 +321,7 @@ class Glue:
 
 @dataclass
 class Layout:
-    """Everything there is to know about a model in order to run it in parts, for one shape of latents.
+    """All properties of a model by which it runs in parts, for one shape of latents.
 
     Attributes:
         blocks: Calls of blocks in one call of `denoise`, in order.
@@ -332,7 +332,7 @@ class Layout:
             `len(blocks)` stands for the prediction itself.
         constants: Modules whose result is the same at every step, by place, with the shapes of their
             arguments in a run on all tokens.
-        step_constants: Those whose result is the same for every patch of a step.
+        step_constants: Calls whose result is the same for every patch of a step.
         attention_by_name: Blocks look up attention by its name whenever they call it.
         glue_parameters: Parameters inside blocks that code between blocks reads.
     """
@@ -349,12 +349,12 @@ class Layout:
     glue_parameters: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        """Makes equal axes one object, so that nobody has to compare them again."""
-        known: dict[Any, TokenAxis] = {}
+        """Makes equal axes one object, so that they are compared once."""
+        unique: dict[Any, TokenAxis] = {}
 
         def one(tokens: TokenAxis) -> TokenAxis:
             key = tokens.axis, tokens.num_text, tokens.ghost, tuple(tokens.owner.tolist())
-            return known.setdefault(key, tokens)
+            return unique.setdefault(key, tokens)
 
         for block in self.blocks:
             block.inputs = {leaf: one(tokens) for leaf, tokens in block.inputs.items()}
@@ -455,7 +455,7 @@ def shapes_of(arguments: Any) -> tuple[Any, ...]:
 
 def shapes_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Returns the shapes of tensors given to a module; None if there may be others inside containers."""
-    given = (*args, *kwargs.values())
-    if any(isinstance(x, (list, tuple, dict)) for x in given):
+    inputs = (*args, *kwargs.values())
+    if any(isinstance(x, (list, tuple, dict)) for x in inputs):
         return None
-    return tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in given)
+    return tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in inputs)

@@ -77,7 +77,7 @@ def calls_answered(model: nn.Module, names: Collection[str], answer: CallAnswer)
 
 @contextlib.contextmanager
 def finite_placeholders(model: nn.Module) -> Iterator[None]:
-    """Gives placeholders, which are NaN, a number for some time: so small that wide layers give no larger ones.
+    """Context in which placeholders, which are NaN, have a number, so small that wide layers do not overflow.
 
     Otherwise numbers grow from block to block, until the variance of a norm is infinite.
     """
@@ -149,8 +149,8 @@ class WithoutProducts(TorchFunctionMode):
         for p in (p for p in parameters if p is not None):
             if id(p) not in self._finite or not isinstance(p, nn.Parameter):
                 # A placeholder is one number for all.
-                one = p.detach().as_strided((), ()) if not any(p.stride()) else p
-                self._finite[id(p)] = all(bool(x.isfinite().all()) for x in plain_tensors(one))
+                value = p.detach().as_strided((), ()) if not any(p.stride()) else p
+                self._finite[id(p)] = all(bool(x.isfinite().all()) for x in plain_tensors(value))
             if not self._finite[id(p)]:
                 return False
         return True
@@ -179,8 +179,8 @@ class CodeWords:
     def decode(self, lines: Sequence[Tensor]) -> Tensor:
         """Returns for each place the index that reached it, `UNREACHED` or, if several did, `MIXED`."""
         words = sum(line.long() << bit for bit, line in enumerate(lines)).tolist()
-        known = self._index | {0: UNREACHED}
-        return torch.tensor([known.get(word, MIXED) for word in words], dtype=torch.long)
+        index_of = self._index | {0: UNREACHED}
+        return torch.tensor([index_of.get(word, MIXED) for word in words], dtype=torch.long)
 
 
 def lines(x: Tensor, axis: int, base: Tensor | None = None) -> Tensor:
@@ -216,11 +216,11 @@ def has_nan(x: Any) -> bool:
 
 
 def token_local(log: list[tuple[Tensor, Tensor | None]], strict: bool = False) -> AttentionHandler:
-    """Stands in for attention: returns the query, so that a token reaches nothing but itself.
+    """Stand-in for attention: returns the query, so that a token reaches only itself.
 
     Args:
         log: Gets key and mask of every call.
-        strict: What is NaN in a key or value also reaches the output of its position, so that tokens
+        strict: NaN in a key or value also reaches the output of its position, so that tokens
             mixed on the way there are seen.
     """
 
@@ -237,7 +237,7 @@ def token_local(log: list[tuple[Tensor, Tensor | None]], strict: bool = False) -
 
 
 def all_to_all(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Stands in for attention: one NaN in a key or value reaches every output."""
+    """Stand-in for attention: one NaN in a key or value reaches every output."""
     reached = k.isnan().any() | v.isnan().any()
     # Ordered in memory as the query is, like results of attention, of which models take views.
     return q.clone().masked_fill_(reached, _NAN)
@@ -255,11 +255,11 @@ class _MixingSearch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.strip("_")
         if self.found is None and not func.is_view and not name.startswith(_PICKING):
-            given = max(map(_share, tensors_in((args, kwargs))), default=0.0)
+            before = max(map(_share, tensors_in((args, kwargs))), default=0.0)
             if name in _LINEAR:
-                given = max(given, _share(args[_LINEAR[name]].sum(-1)))
+                before = max(before, _share(args[_LINEAR[name]].sum(-1)))
             returned = max(map(_share, tensors_in(out)), default=0.0)
-            if given > 0 and returned > _GROWTH * given:
+            if before > 0 and returned > _GROWTH * before:
                 self.found = (name, self._modules[-1] if self._modules else None)
         return out
 
@@ -276,7 +276,7 @@ def mixing_operator(
     axis: int,
     t: Tensor,
 ) -> str | None:
-    """Says which operator mixes tokens outside attention, where a model cannot be run in parts.
+    """Returns the operator that mixes tokens outside attention, so that a model cannot run in parts.
 
     NaN is put into some rows. As long as operators are local to a token, the share of NaN in what they return is no
     larger than in what they are given. The first one that returns a larger share has mixed tokens. Linear layers

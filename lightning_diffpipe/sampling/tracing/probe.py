@@ -217,18 +217,18 @@ class _Probe:
     # --- 3: axes of arguments and results -----------------------------------------------------------
 
     def _blocks(self, owners: list[_Owners]) -> list[Block]:
-        known: dict[Hashable, tuple[Block, Any]] = {}
+        traced_kinds: dict[Hashable, tuple[Block, Any]] = {}
         blocks: list[Block] = []
 
         def wrap(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
             attention = owners[len(blocks)]
             keys = [None if a is None else tuple(a.owner.tolist()) for a in attention]
             kind = self._kinds.of(name, args, kwargs), *keys
-            if kind not in known:
-                known[kind] = traced(name, forward, args, kwargs, attention)
-            block, out = known[kind]
-            own = {"name": name, "arguments": shapes_of((args, kwargs))}
-            blocks.append(Block(**(vars(block) | own)))
+            if kind not in traced_kinds:
+                traced_kinds[kind] = traced(name, forward, args, kwargs, attention)
+            block, out = traced_kinds[kind]
+            of_call = {"name": name, "arguments": shapes_of((args, kwargs))}
+            blocks.append(Block(**(vars(block) | of_call)))
             return pytree.tree_map_only(Tensor, torch.clone, out)
 
         def traced(
@@ -252,7 +252,7 @@ class _Probe:
             leaves, tree = pytree.tree_flatten(out)
             results = [TensorShape.of(x) if isinstance(x, Tensor) else x for x in leaves]
             block = Block(
-                name, results, tree, attention=attention, sizes=tuple(sizes), kind=len(known)
+                name, results, tree, attention=attention, sizes=tuple(sizes), kind=len(traced_kinds)
             )
             BlockTracer(block, forward, *pytree.tree_flatten((args, kwargs))).trace()
             return block, out
@@ -344,15 +344,15 @@ class LayoutStore:
         self._known: list[tuple[_Key, Layout]] = []
 
     def layout_for(self, request: Request) -> Layout:
-        """Finds a layout that fits the request: a known one, or one found by probing.
+        """Returns a layout that fits the request: a stored one, or a new one by probing.
 
         Raises:
             LayoutError: The model cannot be sampled in parts, or fails while it is probed.
             ConfigurationError: Memory does not suffice to probe it.
         """
         key = _key(request)
-        for known, layout in self._known:
-            if known == key and fits(layout, request):
+        for stored, layout in self._known:
+            if stored == key and fits(layout, request):
                 return layout
         with failing("while it is probed", "sample it with method=single", _WRITES):
             layout = probe(request, self._axis)
@@ -360,7 +360,7 @@ class LayoutStore:
         return layout
 
     def add(self, request: Request, layout: Layout) -> None:
-        """Makes the layout of a request known."""
+        """Stores the layout of a request."""
         self._known = [(_key(request), layout), *self._known][:MAX_LAYOUTS]
 
 
@@ -384,8 +384,8 @@ def fits(layout: Layout, request: Request) -> bool:
     constants = layout.constants.keys() | layout.step_constants.keys()
     try:
         with request.inferring():
-            known, device = layout.glue.local, request.latents.device
-            glue = find_glue(run, request.model, layout.blocks, constants, device, known)
+            local, device = layout.glue.local, request.latents.device
+            glue = find_glue(run, request.model, layout.blocks, constants, device, local)
     except (IndexError, RuntimeError, ValueError):
         return False
     same_calls = calls == [(block.name, block.arguments) for block in layout.blocks]

@@ -44,7 +44,7 @@ class BlockKinds:
         self._forwards = {m: own for m in model.modules() if (own := _own_forward(m)) is not None}
 
     def of(self, name: str, args: Any, kwargs: Any) -> Hashable:
-        """Returns the kind of a call: how its block computes, and on what shapes; of its own if nobody can tell."""
+        """Returns the kind of a call, by its block's code and shapes; a new kind if these cannot be described."""
         flat, spec = pytree.tree_flatten((args, kwargs))
         try:
             if name not in self._modules:
@@ -60,9 +60,9 @@ class BlockKinds:
         """Describes a block by its modules, their tensors, settings and hooks, or raises UnlikeError."""
         parts = []
         for name, module in self._model.get_submodule(block).named_modules(prefix=block):
-            held = vars(module)
-            settings = [(k, x) for k, x in held.items() if k not in _DESCRIBED_OTHERWISE]
-            settings += [(k, hook) for k in _HOOKS for hook in held[k].values()]
+            attributes = vars(module)
+            settings = [(k, x) for k, x in attributes.items() if k not in _DESCRIBED_OTHERWISE]
+            settings += [(k, hook) for k in _HOOKS for hook in attributes[k].values()]
             settings.append(("forward", self._forwards.get(module)))
             tensors = (*module._parameters.items(), *module._buffers.items())
             of_tensors = [(k, x if x is None else _of_tensor(x)) for k, x in tensors]
@@ -73,10 +73,10 @@ class BlockKinds:
 
 
 def _own_forward(module: nn.Module) -> Any:
-    """Returns what an instance has in place of its class's `forward`, below our own wrappers; None for nothing."""
-    own = vars(module).get("forward")
-    own = getattr(own, "diffpipe_original", own)
-    return None if getattr(own, "__func__", None) is type(module).forward else own
+    """Returns the `forward` of an instance, below our own wrappers; None if it has that of its class."""
+    forward = vars(module).get("forward")
+    forward = getattr(forward, "diffpipe_original", forward)
+    return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def _of_tensor(x: Tensor) -> Hashable:
