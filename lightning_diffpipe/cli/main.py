@@ -106,7 +106,8 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     except yaml.YAMLError as error:
         if started:
             raise
-        raise ConfigurationError(f"cannot read a config: {error}") from error
+        said = " ".join(str(error).split())
+        raise ConfigurationError(f"cannot read a config: {said}") from error
     except ValueError as error:
         if started or isinstance(error, DiffPipeError | HydraException | OmegaConfBaseException):
             raise

@@ -17,13 +17,13 @@ import importlib.util
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from PIL import Image, ImageColor
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_diffpipe.data.buckets import Batches, BucketBatches, Last, Shape, Sizes, grouped
@@ -41,6 +41,7 @@ from lightning_diffpipe.data.pixels import (
     read_sample,
     read_video,
     reading,
+    require_color,
     size_of,
     to_pixels,
     too_short,
@@ -81,6 +82,11 @@ class Folder:
         """Returns the folder that a path, or a mapping of its attributes, names."""
         if isinstance(given, str | PurePath):
             return cls(str(given))
+        names = [field.name for field in fields(cls)]
+        if not (isinstance(given, Mapping) and "folder" in given and given.keys() <= {*names}):
+            raise ConfigurationError(
+                f"folder={given!r} must be a path, or a mapping of {', '.join(names)}"
+            )
         return cls(**{**given, "folder": str(given["folder"])})
 
 
@@ -203,10 +209,15 @@ class ImageFolderDataModule(CaptionedDataModule):
         **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
-        ImageColor.getrgb(background)  # or it raises ValueError
+        require_color(background)
         require_number("resolution", resolution, 1, whole=True)
         require_number("validation_share", validation_share, 0, 1)
         require_flags(buckets=buckets, enlarge=enlarge)
+        for name, value in (("condition", condition), ("references", references), ("mask", mask)):
+            if not isinstance(value, str | None):
+                raise ConfigurationError(
+                    f"{name}={value!r} must be one text: a key of the metadata, or the name of a folder"
+                )
         if buckets:
             require_number("bucket_step", bucket_step, 1, resolution, whole=True)
         require_choice("last_batch", last_batch, ("filled", "dropped", "smaller"))
@@ -224,6 +235,8 @@ class ImageFolderDataModule(CaptionedDataModule):
                     )
         self._augmentation = Augmentation(**augmentation)
         several = [folder] if isinstance(folder, str | PurePath | Mapping) else folder
+        if not (isinstance(several, Sequence) and several):
+            raise ConfigurationError(f"folder={folder!r} names no folder; name one with images")
         self._folders = [Folder.of(each) for each in several]
         self._sizes = Sizes(resolution, bucket_step, enlarge) if buckets else None
         self._split: list[dict[str, Any]] = []

@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from PIL import ImageColor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_diffpipe.data.captioned import (
@@ -30,7 +29,12 @@ from lightning_diffpipe.data.captioned import (
     collate,
     unchanged,
 )
-from lightning_diffpipe.data.pixels import Augmentation, read_reference, read_sample
+from lightning_diffpipe.data.pixels import (
+    Augmentation,
+    read_reference,
+    read_sample,
+    require_color,
+)
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 
@@ -162,9 +166,15 @@ class WebDatasetDataModule(CaptionedDataModule):
         **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
-        ImageColor.getrgb(background)  # or it raises ValueError
+        require_color(background)
         self._augmentation = Augmentation(**augmentation)
         self._references = [references] if isinstance(references, str) else list(references or ())
+        for name, value in (
+            ("train_shards", train_shards),
+            ("validation_shards", validation_shards),
+        ):
+            if not isinstance(value, str) and (value is not None or name == "train_shards"):
+                raise ConfigurationError(f"{name}={value!r} must be a brace pattern of tar files")
         for name, value, least in (
             ("samples_per_epoch", samples_per_epoch, 1),
             ("shuffle_buffer", shuffle_buffer, 0),
@@ -259,13 +269,22 @@ class WebDatasetDataModule(CaptionedDataModule):
                 f"{count} times a sample or the rest of a shard could not be read and was left out (on_error=skip)"
             )
 
-    def _loader(self, stream: Any, shards: str) -> DataLoader:
-        rank, num_ranks = self._data_parallel()
-        names = self._webdataset.SimpleShardList(shards).urls
+    def read_files(self) -> None:
+        """Looks for all shards, before processes start; raises DataError for one that does not exist."""
+        for shards in (self.hparams.train_shards, self.hparams.validation_shards):
+            if shards is not None:
+                self._shards(shards)
+
+    def _shards(self, pattern: str) -> list[str]:
+        names = self._webdataset.SimpleShardList(pattern).urls
         for name in names:
             if "://" not in name and not name.startswith("pipe:") and not Path(name).is_file():
-                raise DataError(f"the shard {name} ({shards}) does not exist")
-        num_shards = len(names)
+                raise DataError(f"the shard {name} ({pattern}) does not exist")
+        return names
+
+    def _loader(self, stream: Any, shards: str) -> DataLoader:
+        rank, num_ranks = self._data_parallel()
+        num_shards = len(self._shards(shards))
         if num_shards < num_ranks:
             raise ConfigurationError(
                 f"{num_shards} shards ({shards}) cannot be dealt out to {num_ranks} data-parallel ranks, each of "
