@@ -210,7 +210,11 @@ class WebDatasetDataModule(CaptionedDataModule):
     def _refuse_shard(self, error: Exception) -> bool:
         """Returns whether to go on with the next shard."""
         if self.on_error == "raise":
-            text = " ".join(map(str, error.args))
+            if isinstance(
+                error, DataError
+            ):  # by webdataset, which hands over an error of a file again
+                raise DataError(error.args[0])
+            text = " ".join(each for each in error.args if isinstance(each, str))
             raise DataError(
                 f"a shard cannot be read: {text}. Write it anew, or leave it out with on_error='skip'"
             ) from error
