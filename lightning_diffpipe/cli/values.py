@@ -190,10 +190,7 @@ class _Values(dict[str, Any]):
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """Returns a config as plain values; raises MissingMandatoryValue if one has to be given.
-
-    Reading a setting, or one of a group, that the command line has deleted raises ConfigurationError.
-    """
+    """Returns a config as plain values; raises MissingMandatoryValue if one has to be given."""
     values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
     return _Values({k: _Values(v) if isinstance(v, dict) else v for k, v in values.items()})

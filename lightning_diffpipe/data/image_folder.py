@@ -17,13 +17,13 @@ import importlib.util
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from PIL import Image
+from PIL import Image, ImageColor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_diffpipe.data.buckets import Batches, BucketBatches, Last, Shape, Sizes, grouped
@@ -41,7 +41,6 @@ from lightning_diffpipe.data.pixels import (
     read_sample,
     read_video,
     reading,
-    require_color,
     size_of,
     to_pixels,
     too_short,
@@ -82,12 +81,7 @@ class Folder:
         """Returns the folder that a path, or a mapping of its attributes, names."""
         if isinstance(given, str | PurePath):
             return cls(str(given))
-        names = [field.name for field in fields(cls)]
-        if not (isinstance(given, Mapping) and "folder" in given and given.keys() <= {*names}):
-            raise ConfigurationError(
-                f"folder={given!r} must be a path, or a mapping of {', '.join(names)}"
-            )
-        return cls(**{**given, "folder": str(given["folder"])})
+        return cls(**{**given, "folder": str(given.get("folder"))})
 
 
 @dataclass(eq=False)
@@ -209,15 +203,13 @@ class ImageFolderDataModule(CaptionedDataModule):
         **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
-        require_color(background)
+        ImageColor.getrgb(str(background))  # or it raises ValueError
         require_number("resolution", resolution, 1, whole=True)
         require_number("validation_share", validation_share, 0, 1)
         require_flags(buckets=buckets, enlarge=enlarge)
         for name, value in (("condition", condition), ("references", references), ("mask", mask)):
             if not isinstance(value, str | None):
-                raise ConfigurationError(
-                    f"{name}={value!r} must be one text: a key of the metadata, or the name of a folder"
-                )
+                raise ConfigurationError(f"{name}={value!r} must be one key, or a folder")
         if buckets:
             require_number("bucket_step", bucket_step, 1, resolution, whole=True)
         require_choice("last_batch", last_batch, ("filled", "dropped", "smaller"))

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageCms, ImageColor, ImageOps
+from PIL import ExifTags, Image, ImageCms, ImageOps
 from torch import Tensor
 
 from lightning_diffpipe.data.captioned import Sample
@@ -116,16 +116,6 @@ class Augmentation:
         if self.trigger and self.trigger not in text:
             text = f"{self.trigger}, {text}" if text else self.trigger
         return text
-
-
-def require_color(background: Any) -> None:
-    """Raises ConfigurationError for a background that is no colour."""
-    try:
-        ImageColor.getrgb(str(background))
-    except ValueError as error:
-        raise ConfigurationError(
-            f"background={background!r} is no colour; take a name, or such as '#ff8000'"
-        ) from error
 
 
 def to_pixels(image: Image.Image, crop: Crop, background: str = "white") -> Tensor:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from PIL import ImageColor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_diffpipe.data.captioned import (
@@ -29,12 +30,7 @@ from lightning_diffpipe.data.captioned import (
     collate,
     unchanged,
 )
-from lightning_diffpipe.data.pixels import (
-    Augmentation,
-    read_reference,
-    read_sample,
-    require_color,
-)
+from lightning_diffpipe.data.pixels import Augmentation, read_reference, read_sample
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 
@@ -166,15 +162,12 @@ class WebDatasetDataModule(CaptionedDataModule):
         **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
-        require_color(background)
+        ImageColor.getrgb(str(background))  # or it raises ValueError
         self._augmentation = Augmentation(**augmentation)
         self._references = [references] if isinstance(references, str) else list(references or ())
-        for name, value in (
-            ("train_shards", train_shards),
-            ("validation_shards", validation_shards),
-        ):
-            if not isinstance(value, str) and (value is not None or name == "train_shards"):
-                raise ConfigurationError(f"{name}={value!r} must be a brace pattern of tar files")
+        if not (isinstance(train_shards, str) and isinstance(validation_shards, str | None)):
+            given = f"train_shards={train_shards!r} and validation_shards={validation_shards!r}"
+            raise ConfigurationError(f"{given} must be brace patterns of tar files")
         for name, value, least in (
             ("samples_per_epoch", samples_per_epoch, 1),
             ("shuffle_buffer", shuffle_buffer, 0),
@@ -210,9 +203,7 @@ class WebDatasetDataModule(CaptionedDataModule):
     def _refuse_shard(self, error: Exception) -> bool:
         """Returns whether to go on with the next shard."""
         if self.on_error == "raise":
-            if isinstance(
-                error, DataError
-            ):  # by webdataset, which hands over an error of a file again
+            if isinstance(error, DataError):  # which webdataset hands over again
                 raise DataError(error.args[0])
             text = " ".join(each for each in error.args if isinstance(each, str))
             raise DataError(
