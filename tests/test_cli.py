@@ -123,7 +123,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         # History: Hydra showed tracebacks.
         (["train", "--resolve"], "train: The --resolve flag can only be used in conjunction with --cfg or --help"),
         (["train", "experiment=broken", "trainer.devices=1", "-cd", "conf"],
-         "diffpipe train: cannot read a config: while parsing a flow sequence"),
+         "diffpipe train: cannot read a config: while parsing a flow sequence in "),
         # History: OmegaConf's further lines came along.
         (["plan", "global_batch_size=8", "hydra.run.dir=${nope}"],
          "diffpipe plan: Interpolation key 'nope' not found"),
@@ -310,6 +310,35 @@ def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        # History: these ended in tracebacks, in the first step of training or at once.
+        (["train", "logger=none", "trainer.accumulate_grad_batches=0"],
+         "trainer.accumulate_grad_batches must be a whole number >= 1; got 0"),
+        (["train", "logger=none", "trainer.val_check_interval=0"],
+         "trainer.val_check_interval must be above 0, or null; got 0"),
+        (["sample", "~prompts"], "the setting prompts has been deleted; leave ~ out"),
+        (["sample", "~trainer.devices"], "the setting devices has been deleted; leave ~ out"),
+        (["plan", "~cluster", "model=flux", "global_batch_size=8"], "the setting cluster has been deleted"),
+        (["sample", "images=a.png"], "images='a.png' is no mapping of arguments, such as {image: photo.png}"),
+        (["sample", "options=[a]"], "options=['a'] is no mapping of arguments"),
+        (["data", "data.folder=x", "data.mask=3"], "data.mask=3 must be one key, or a folder"),
+        (["data", "data.folder=x", "data.references=[a,b]"], "data.references=['a', 'b'] must be one key, or"),
+        (["data", "data.folder={repeats: 2}"], "data.folder=None does not exist; name one with images"),
+        (["data", "data.folder=3"], "data.folder=3 names no folder; name one with images"),
+        (["data", "data.folder=x", "data.background=3"], "data: ValueError: unknown color specifier: '3'"),
+        # History: nothing was read, and nothing said.
+        (["data", "data.folder=[]"], "data.folder=[] names no folder; name one with images"),
+        # History: no cache was taken; two processes started first; as many as were asked for were started.
+        (["sample", "cache={_target_: builtins.dict}"], "cache={'_target_': 'builtins.dict'}; choose first_block"),
+        (["train", "logger=none", "data=webdataset", "data.train_shards=no.tar", "data.samples_per_epoch=8"],
+         "the shard no.tar (no.tar) does not exist"),
+        (["train", "logger=none", "data=webdataset", "data.train_shards=3", "data.samples_per_epoch=8"],
+         "data.train_shards=3 and validation_shards=None must be brace patterns of tar files"),
+        (["sample", "trainer.devices=10000"], "trainer.devices must be a whole number >= 1 and <= 1024; got 10000"),
+        # History: images of 0 pixels were said to need a profile that is measured.
+        (["plan", "model=flux", "global_batch_size=8", "model.resolution=0"],
+         "model.resolution must be a whole number >= 1; got 0"),
+        (["plan", "model=flux", "global_batch_size=8", "model.lora_rank=0"],
+         "model.lora_rank must be a whole number >= 1; got 0"),
         (["profile", "output=null"], "output=null names no file; leave it out for profile.json"),
         (["profile", "sample_counts=[0]"], "sample_counts must be whole numbers >= 1"),
         (["profile", "sample_counts=[]"], "such as [1,4,16]; got []"),

@@ -168,7 +168,7 @@ def _ended_with(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
 def num_ranks_of(values: dict[str, Any]) -> int:
     """Returns the number of processes in `trainer.devices`, or raises ConfigurationError if it is none."""
     num_ranks = values["trainer"]["devices"]
-    require_number("trainer.devices", num_ranks, 1, whole=True)
+    require_number("trainer.devices", num_ranks, 1, 1024, whole=True)
     return num_ranks
 
 

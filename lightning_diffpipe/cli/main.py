@@ -106,7 +106,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     except yaml.YAMLError as error:
         if started:
             raise
-        raise ConfigurationError(f"cannot read a config: {error}") from error
+        raise ConfigurationError(f"cannot read a config: {' '.join(str(error).split())}") from error
     except ValueError as error:
         if started or isinstance(error, DiffPipeError | HydraException | OmegaConfBaseException):
             raise

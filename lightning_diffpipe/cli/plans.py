@@ -145,7 +145,8 @@ def _profile_to_plan(config: DictConfig) -> Any:
         )
     from lightning_diffpipe.modules.on_paper import ModelOnPaper
 
-    profile = ModelOnPaper(**model).profile()
+    with named({name: f"model.{name}" for name in model}):
+        profile = ModelOnPaper(**model).profile()
     print(f"{profile.name}; sizes are exact, times are not measured\n")
     return profile
 

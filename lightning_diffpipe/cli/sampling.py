@@ -107,15 +107,18 @@ def _cache(given: dict[str, Any]) -> Any:
     from hydra.errors import InstantiationException
 
     try:
-        return hydra.utils.instantiate(given)
+        return hydra.utils.instantiate(given) or given
     except InstantiationException as error:
         raise ConfigurationError(f"cache: {error}") from error
 
 
 def _options(values: dict[str, Any]) -> dict[str, Any]:
     """Returns further arguments of the pipeline's call, images too, or raises ConfigurationError."""
-    options = dict(values["options"] or {})
     for group in ("options", "images"):
+        if not isinstance(values[group] or {}, dict):
+            raise ConfigurationError(
+                f"{group}={values[group]!r} is no mapping of arguments, such as {{image: photo.png}}"
+            )
         for name, value in (values[group] or {}).items():
             if not str(name).isidentifier() or name == "self":
                 raise ConfigurationError(f"{group}.{name}={value} is no argument of a pipeline")
@@ -123,6 +126,7 @@ def _options(values: dict[str, Any]) -> dict[str, Any]:
                 raise ConfigurationError(
                     f"{group}.{name} is a setting of its own; write {name}={value}"
                 )
+    options = dict(values["options"] or {})
     for name, files in (values["images"] or {}).items():
         if name in options:
             raise ConfigurationError(f"{name} is given twice, as images.{name} and options.{name}")

@@ -85,6 +85,13 @@ def _require_sizes(module: Any, data: Any, config: DictConfig) -> None:
 def _build_trainer(config: DictConfig, *further: Any) -> Any:
     """Builds the Trainer with the callbacks and loggers of their groups, and further callbacks."""
     _require_files(config)
+    with raised_by_all():
+        # Lightning divides by them in the first step, when processes have long started.
+        accumulated = config.trainer.get("accumulate_grad_batches", 1)
+        require_number("trainer.accumulate_grad_batches", accumulated, 1, whole=True)
+        for name in ("val_check_interval", "check_val_every_n_epoch"):
+            if config.trainer.get(name) == 0:  # a text or a mapping is a time
+                raise ConfigurationError(f"trainer.{name} must be above 0, or null; got 0")
     logger_nodes = list(_nodes(config, "logger"))
     callbacks = list(further) + [
         hydra.utils.instantiate(node)

@@ -182,8 +182,15 @@ def require_writable_folder(setting: str, path: str | None) -> None:
         require_writable(Path(path) / "any", f"{setting}={path}")
 
 
+class _Values(dict[str, Any]):
+    """Values by the names of their settings, of which `~name` may have deleted some."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ConfigurationError(f"the setting {name} has been deleted; leave ~ out")
+
+
 def plain(config: DictConfig) -> dict[str, Any]:
     """Returns a config as plain values; raises MissingMandatoryValue if one has to be given."""
     values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+    return _Values({k: _Values(v) if isinstance(v, dict) else v for k, v in values.items()})

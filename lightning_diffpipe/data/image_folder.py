@@ -81,7 +81,7 @@ class Folder:
         """Returns the folder that a path, or a mapping of its attributes, names."""
         if isinstance(given, str | PurePath):
             return cls(str(given))
-        return cls(**{**given, "folder": str(given["folder"])})
+        return cls(**{**given, "folder": str(given.get("folder"))})
 
 
 @dataclass(eq=False)
@@ -203,10 +203,13 @@ class ImageFolderDataModule(CaptionedDataModule):
         **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
-        ImageColor.getrgb(background)  # or it raises ValueError
+        ImageColor.getrgb(str(background))  # or it raises ValueError
         require_number("resolution", resolution, 1, whole=True)
         require_number("validation_share", validation_share, 0, 1)
         require_flags(buckets=buckets, enlarge=enlarge)
+        for name, value in (("condition", condition), ("references", references), ("mask", mask)):
+            if not isinstance(value, str | None):
+                raise ConfigurationError(f"{name}={value!r} must be one key, or a folder")
         if buckets:
             require_number("bucket_step", bucket_step, 1, resolution, whole=True)
         require_choice("last_batch", last_batch, ("filled", "dropped", "smaller"))
@@ -224,6 +227,8 @@ class ImageFolderDataModule(CaptionedDataModule):
                     )
         self._augmentation = Augmentation(**augmentation)
         several = [folder] if isinstance(folder, str | PurePath | Mapping) else folder
+        if not (isinstance(several, Sequence) and several):
+            raise ConfigurationError(f"folder={folder!r} names no folder; name one with images")
         self._folders = [Folder.of(each) for each in several]
         self._sizes = Sizes(resolution, bucket_step, enlarge) if buckets else None
         self._split: list[dict[str, Any]] = []

@@ -162,9 +162,12 @@ class WebDatasetDataModule(CaptionedDataModule):
         **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
-        ImageColor.getrgb(background)  # or it raises ValueError
+        ImageColor.getrgb(str(background))  # or it raises ValueError
         self._augmentation = Augmentation(**augmentation)
         self._references = [references] if isinstance(references, str) else list(references or ())
+        if not (isinstance(train_shards, str) and isinstance(validation_shards, str | None)):
+            given = f"train_shards={train_shards!r} and validation_shards={validation_shards!r}"
+            raise ConfigurationError(f"{given} must be brace patterns of tar files")
         for name, value, least in (
             ("samples_per_epoch", samples_per_epoch, 1),
             ("shuffle_buffer", shuffle_buffer, 0),
@@ -200,7 +203,9 @@ class WebDatasetDataModule(CaptionedDataModule):
     def _refuse_shard(self, error: Exception) -> bool:
         """Returns whether to go on with the next shard."""
         if self.on_error == "raise":
-            text = " ".join(map(str, error.args))
+            if isinstance(error, DataError):  # which webdataset hands over again
+                raise DataError(error.args[0])
+            text = " ".join(each for each in error.args if isinstance(each, str))
             raise DataError(
                 f"a shard cannot be read: {text}. Write it anew, or leave it out with on_error='skip'"
             ) from error
@@ -259,13 +264,22 @@ class WebDatasetDataModule(CaptionedDataModule):
                 f"{count} times a sample or the rest of a shard could not be read and was left out (on_error=skip)"
             )
 
-    def _loader(self, stream: Any, shards: str) -> DataLoader:
-        rank, num_ranks = self._data_parallel()
-        names = self._webdataset.SimpleShardList(shards).urls
+    def read_files(self) -> None:
+        """Looks for all shards, before processes start; raises DataError for one that does not exist."""
+        for shards in (self.hparams.train_shards, self.hparams.validation_shards):
+            if shards is not None:
+                self._shards(shards)
+
+    def _shards(self, pattern: str) -> list[str]:
+        names = self._webdataset.SimpleShardList(pattern).urls
         for name in names:
             if "://" not in name and not name.startswith("pipe:") and not Path(name).is_file():
-                raise DataError(f"the shard {name} ({shards}) does not exist")
-        num_shards = len(names)
+                raise DataError(f"the shard {name} ({pattern}) does not exist")
+        return names
+
+    def _loader(self, stream: Any, shards: str) -> DataLoader:
+        rank, num_ranks = self._data_parallel()
+        num_shards = len(self._shards(shards))
         if num_shards < num_ranks:
             raise ConfigurationError(
                 f"{num_shards} shards ({shards}) cannot be dealt out to {num_ranks} data-parallel ranks, each of "

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import BaseImageProcessor, BatchEncoding
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, require_number
 from lightning_diffpipe.graph.placement import created_in
 from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
@@ -384,8 +384,9 @@ class ModelOnPaper:
     def __post_init__(self) -> None:
         read_configs(str(self.path))
         device_named(self.device)
-        if self.lora_rank is not None:
-            Lora(self.lora_rank)
+        for name in ("resolution", "num_frames", "lora_rank"):
+            if getattr(self, name) is not None:
+                require_number(name, getattr(self, name), 1, whole=True)
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ConfigurationError(

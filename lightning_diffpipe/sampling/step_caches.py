@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -67,8 +68,8 @@ def step_cache_named(cache: Any) -> Any:
         return getattr(hooks, _NAMES[cache])()
     if type(cache) not in [getattr(hooks, kind) for kind in _APPLIED_BY]:
         raise ConfigurationError(
-            f"cache={cache!r}; choose {', '.join(_NAMES)}, or a configuration of diffusers: "
-            + ", ".join(_APPLIED_BY)
+            f"cache={textwrap.shorten(repr(cache), 80)}; choose {', '.join(_NAMES)}, or a configuration of "
+            "diffusers: " + ", ".join(_APPLIED_BY)
         )
     cache = copy.copy(cache)
     if hasattr(cache, _TIMESTEP):

@@ -463,6 +463,18 @@ def test_samples_of_shards_that_cannot_be_read_are_named(shards, tmp_path):
             data._sample(data._augmentation, raw[index])
 
 
+def test_a_shard_that_is_cut_short_is_named_once(shards, tmp_path):
+    """History: the reason stood in the reason, with streams of Python."""
+    cut = tmp_path / "cut.tar"
+    write_shard(cut, red_images(range(2)))
+    cut.write_bytes(cut.read_bytes()[:600])
+    with pytest.raises(
+        DataError, match=r"^a shard cannot be read: unexpected end of .*cut\.tar"
+    ) as refusal:
+        next(iter(data_of(str(cut)).train_dataloader()))
+    assert str(refusal.value).count("cannot be read") == str(refusal.value).count("cut.tar") == 1
+
+
 def test_samples_of_shards_that_cannot_be_read_are_left_out_and_counted(shards, tmp_path):
     """History: a shard that was cut short, or one sample, ended the run with tarfile's or PIL's own words."""
     path = broken_shard(tmp_path)
