@@ -46,7 +46,7 @@ def waits_of(name, scheduler, method, monkeypatch):
         with waits:
             sampler.sample(request_on_device(request), waits.end_step)
 
-    copies_counted(monkeypatch, all_waits[0])
+    copies_counted(monkeypatch)
     network.run(rank)
     assert all(len(waits.ends) == 4 for waits in all_waits)
     # The second step of bands finds out, by values, which modules are given the same texts in every step.
@@ -65,7 +65,7 @@ def test_nothing_waits_for_the_device(name, scheduler, method, monkeypatch):
 def test_what_waits_is_seen(monkeypatch):
     """The counter itself: DDIM as diffusers steps it, with a timestep of the device."""
     waits = Waits()
-    copies_counted(monkeypatch, waits)
+    copies_counted(monkeypatch)
     request = request_on_device(request_for("dit"))
     with waits:
         request.scheduler.step(request.latents, request.timesteps[0], request.latents)
@@ -89,7 +89,7 @@ def test_the_loop_of_a_pipeline_steps_with_timesteps_of_the_host(monkeypatch):
             return found
 
     monkeypatch.setattr(loop, "HostTimesteps", Noting)
-    copies_counted(monkeypatch, Waits())
+    copies_counted(monkeypatch)
     OneProcess().sample(call.request(model))
     assert len(given) == 4
     for t, found in given:
@@ -99,7 +99,7 @@ def test_the_loop_of_a_pipeline_steps_with_timesteps_of_the_host(monkeypatch):
 
 def test_timesteps_of_a_schedule_are_copied_once(monkeypatch):
     waits = Waits()
-    copies_counted(monkeypatch, waits)
+    copies_counted(monkeypatch)
     schedule = request_on_device(request_for("dit")).timesteps
     timesteps = HostTimesteps()
     with waits:

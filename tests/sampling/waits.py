@@ -4,7 +4,10 @@ Parameters, latents and timesteps count as the device's, and so does all that is
 `Tensor.cpu` is the host's. Tables that schedulers make are the host's, as they are on a GPU.
 """
 
+from __future__ import annotations
+
 import copy
+import threading
 from collections import Counter
 
 import pytest
@@ -19,6 +22,13 @@ WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2"}
 """Operators whose results the host waits for: `item`, `bool`, comparisons, and shapes made of values."""
 
 
+class _OfThread(threading.local):
+    waits: Waits | None = None
+
+
+_OF_THREAD = _OfThread()
+
+
 class Waits(TorchDispatchMode):
     """Counts what reads values of the device, by operator, as often as a step has ended."""
 
@@ -26,6 +36,14 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.counted: Counter[str] = Counter()
         self.ends: list[Counter[str]] = []
+
+    def __enter__(self):
+        _OF_THREAD.waits = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _OF_THREAD.waits = None
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -64,22 +82,27 @@ def request_on_device(request: Request) -> Request:
     return request
 
 
-def copies_counted(monkeypatch: pytest.MonkeyPatch, waits: Waits) -> None:
-    """Lets `Tensor.cpu` copy, and count as a wait, as on a GPU; so do `tolist` and `numpy`."""
+def copies_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `Tensor.cpu` copy, and count as a wait of this thread, as on a GPU; so do `tolist` and `numpy`.
+
+    History: copies of rank 1's first step counted as waits of rank 0, where that was a step ahead.
+    """
+
+    def count(x: Tensor, name: str) -> None:
+        if of_device(x) and _OF_THREAD.waits is not None:
+            _OF_THREAD.waits.counted[name] += 1
 
     def counting(name: str):
         read = getattr(Tensor, name)
 
         def count_and_read(x: Tensor, *args, **options):
-            if of_device(x):
-                waits.counted[name] += 1
+            count(x, name)
             return read(x, *args, **options)
 
         return count_and_read
 
     def cpu(x: Tensor) -> Tensor:
-        if of_device(x):
-            waits.counted["cpu"] += 1
+        count(x, "cpu")
         copied = x.clone()
         copied.is_of_device = False
         return copied
