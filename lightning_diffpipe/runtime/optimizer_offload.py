@@ -201,7 +201,8 @@ def may_be_offloaded(optimizer: Optimizer) -> bool:
     """
     if switches_weights(optimizer) or hasattr(optimizer, "sum_over_ranks"):
         return False
-    (device, *_) = (p.device for bucket in _buckets_of(optimizer) for p in bucket)
+    devices = [p.device for bucket in _buckets_of(optimizer) for p in bucket]
+    device = devices[0] if devices else _HOST  # a stage may train nothing
     return same_steps(optimizer, attach=OptimizerOffload(device).attach) is True
 
 

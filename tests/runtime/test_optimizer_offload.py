@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from lightning_diffpipe.graph.placement import placeholder_of
 from lightning_diffpipe.modules import Muon, Optimization, Prodigy
 from lightning_diffpipe.runtime import optimizer_offload
 from lightning_diffpipe.runtime.optimizer_offload import OptimizerOffload, may_be_offloaded
@@ -140,6 +141,16 @@ def test_steps_bucket_by_bucket_are_those_of_all_parameters_to_the_last_bit(make
 def test_optimizers_that_would_step_otherwise_are_told(make):
     _, optimizer = made(make)
     assert not may_be_offloaded(optimizer)
+
+
+def test_a_stage_without_trained_parameters_has_no_states_to_keep():
+    """It was an error on that rank."""
+    placeholders = [placeholder_of(p, torch.device("cpu")) for p in made(ADAMW)[0]]
+    optimizer = ADAMW(placeholders)
+    assert may_be_offloaded(optimizer)
+    OptimizerOffload(torch.device("cpu")).attach(optimizer)
+    optimizer.step()
+    assert not optimizer.state
 
 
 def test_ready_made_modules_know_whether_their_states_may_leave():
