@@ -138,8 +138,8 @@ def around_updates(
 ) -> Callable[[], None]:
     """Calls functions between each step's closure and its update, and after it; returns what undoes that.
 
-    They are called once where a step calls that of its base class: torch calls hooks for both. Hooks of others that
-    come after a step see what `after` leaves.
+    They are called once where a step calls that of its base class: torch calls hooks for both, if there has been an
+    optimizer of that. Hooks of others that come after a step see what `after` leaves.
     """
     depth = 0
 

@@ -265,6 +265,7 @@ def test_a_step_that_calls_that_of_its_base_keeps_gradients_and_sends_once(
 ):
     """Gradients of what others step were lost, after which holders disagreed on what is sent."""
     named = {name: nn.Parameter(torch.zeros(2)) for name in "ab"}
+    torch.optim.AdamW(named.values())  # from now on torch calls hooks for steps of the base, too
     optimizer = Inheriting(named.values(), lr=1e-2)
     seen = []
     optimizer.register_step_post_hook(lambda *_: seen.append("others"))
