@@ -20,7 +20,7 @@ import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transfor
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.versions import plain_tensors
 from lightning_diffpipe.runtime.optimizer_sharding import (
+    around_updates,
     same_steps,
     switches_weights,
     with_wrapped,
@@ -64,50 +65,31 @@ class OptimizerOffload:
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
         """Moves an optimizer's states to the host, but for its steps; returns what undoes the latter."""
-        buckets, gradients = _buckets_of(optimizer), Gradients()
-        for bucket in buckets:  # some have states from the start, such as Adagrad
-            self._leave(optimizer, bucket)
-        self._rest()
-        last, depth = tuple[nn.Parameter, ...](), 0
+        gradients = Gradients()
 
-        def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
-            nonlocal depth
-            depth += 1
-            if depth > 1:  # `step` of a class calls that of its base, which has the same hooks
-                return None
-            closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        def settle() -> None:
+            for bucket in _buckets_of(optimizer):
+                self._leave(optimizer, bucket)
+            self._rest()
 
-            def computed() -> Any:
-                nonlocal last, depth
-                outer, depth = depth, 0  # a closure may step as well, as without a flush
-                loss = closure() if closure else None
-                depth = outer
-                every = (p for bucket in buckets for p in bucket)
-                gradients.update((p, p.grad) for p in every if p.grad is not None)
-                last = self._step_all_but_last(optimizer, buckets, gradients)
-                return loss
-
-            return (args[:1], {**kwargs, "closure": computed}) if closure else computed()
-
-        def after(*_: Any) -> None:
-            nonlocal last, depth
-            depth -= 1
-            if not depth:
-                self._leave(optimizer, last)
+        def before() -> None:
+            buckets = _buckets_of(optimizer)  # groups may have been added
+            every = (p for bucket in buckets for p in bucket)
+            gradients.update((p, p.grad) for p in every if p.grad is not None)
+            try:
+                self._step_each(optimizer, buckets, gradients)
+            except BaseException:
                 self._rest()
-                last = ()
-                _give(gradients, gradients)
-                gradients.clear()
+                settle()
+                after()
+                raise
 
-        hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-        # All others, those of sharding as well, see gradients, and states on the host.
-        optimizer._optimizer_step_post_hooks.move_to_end(hooks[1].id, last=False)
+        def after() -> None:
+            _give(gradients, gradients)
+            gradients.clear()
 
-        def detach() -> None:
-            for hook in hooks:
-                hook.remove()
-
-        return detach
+        settle()  # some have states from the start, such as Adagrad
+        return around_updates(optimizer, before, after)
 
     def load(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Gives an optimizer a state dict; a bucket at a time is on the device, where torch loads it."""
@@ -122,15 +104,15 @@ class OptimizerOffload:
         optimizer.state.clear()  # in the order of the parameters again
         optimizer.state.update(loaded)
 
-    def _step_all_but_last(
+    def _step_each(
         self, optimizer: Optimizer, buckets: Iterable[Bucket], gradients: Gradients
-    ) -> Bucket:
-        """Steps bucket by bucket; returns the last one, with states and gradients, for the step under way."""
+    ) -> None:
+        """Steps bucket by bucket; the step under way then finds no gradients."""
         trained = [bucket for bucket in buckets if not gradients.keys().isdisjoint(bucket)]
         _give({}, gradients)
         arrived = self._bring(optimizer, trained[0]) if trained else self._left
-        for bucket, following in pairwise(trained):
-            coming = self._bring(optimizer, following)
+        for bucket, following in zip_longest(trained, trained[1:]):
+            coming = self._bring(optimizer, following) if following else self._left
             arrived()
             _give(gradients, bucket)
             with _hooks_off(optimizer):
@@ -138,9 +120,7 @@ class OptimizerOffload:
             _give({}, bucket)
             self._leave(optimizer, bucket)
             arrived = coming
-        arrived()
-        _give(gradients, trained[-1] if trained else ())
-        return trained[-1] if trained else ()
+        self._rest()
 
     def _bring(self, optimizer: Optimizer, bucket: Bucket) -> Callable[[], Any]:
         """Begins to copy states of a bucket to the device, when those before the last have left it."""
@@ -155,8 +135,11 @@ class OptimizerOffload:
             pairs.append((here, host))
             return here
 
-        _replace(optimizer, bucket, arriving)
-        return self._begin(pairs, 0)
+        try:
+            _replace(optimizer, bucket, arriving)
+        finally:  # of memory for some of the states, if there is none for others
+            copied = self._begin(pairs, 0)
+        return copied
 
     def _leave(self, optimizer: Optimizer, bucket: Bucket) -> None:
         """Begins to copy states of a bucket to the host: to where they were, or to new memory."""
@@ -182,11 +165,12 @@ class OptimizerOffload:
         self._leaving = []
 
     def _rest(self) -> None:
-        """Waits until all states are on the host, where anybody may read them."""
+        """Waits until states are where they go, such as on the host, where anybody may read them."""
         self._free()
         self._hosts.clear()
         if self._device.type == "cuda":
-            self._streams[1].synchronize()
+            for stream in self._streams:
+                stream.synchronize()
 
     @torch.no_grad()
     def _begin(self, pairs: Sequence[tuple[Tensor, Tensor]], direction: int) -> Callable[[], Any]:
@@ -217,7 +201,8 @@ def may_be_offloaded(optimizer: Optimizer) -> bool:
     """
     if switches_weights(optimizer) or hasattr(optimizer, "sum_over_ranks"):
         return False
-    (device, *_) = (p.device for bucket in _buckets_of(optimizer) for p in bucket)
+    devices = [p.device for bucket in _buckets_of(optimizer) for p in bucket]
+    device = devices[0] if devices else _HOST  # a stage may train nothing
     return same_steps(optimizer, attach=OptimizerOffload(device).attach) is True
 
 

@@ -91,31 +91,17 @@ class OptimizerSharding:
             optimizer.state.pop(members[key], None)
         set_aside: list[Tensor | None] = []
 
-        def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
-            closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        def before() -> None:
+            set_aside[:] = [parameter.grad for parameter in foreign]
+            for parameter in foreign:
+                parameter.grad = None
 
-            def computed() -> Any:
-                loss = closure() if closure else None
-                set_aside[:] = [parameter.grad for parameter in foreign]
-                for parameter in foreign:
-                    parameter.grad = None
-                return loss
-
-            return (args[:1], {**kwargs, "closure": computed}) if closure else computed()
-
-        def after(*_: Any) -> None:
+        def after() -> None:
             for parameter, gradient in zip(foreign, set_aside, strict=True):
                 parameter.grad = gradient
             self._send_updates(named)
 
-        first = optimizer.register_step_pre_hook(before)
-        last = optimizer.register_step_post_hook(after)
-
-        def detach() -> None:
-            first.remove()
-            last.remove()
-
-        return detach
+        return around_updates(optimizer, before, after)
 
     @torch.no_grad()
     def _send_updates(self, named: Mapping[str, nn.Parameter]) -> None:
@@ -145,6 +131,49 @@ class OptimizerSharding:
                     receive()
             while under_way:
                 receive()
+
+
+def around_updates(
+    optimizer: Optimizer, before: Callable[[], None], after: Callable[[], None]
+) -> Callable[[], None]:
+    """Calls functions between each step's closure and its update, and after it; returns what undoes that.
+
+    They are called once where a step calls that of its base class: torch calls hooks for both, if there has been an
+    optimizer of that. Hooks of others that come after a step see what `after` leaves.
+    """
+    depth = 0
+
+    def enter(_: Optimizer, args: Any, kwargs: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        if depth > 1:
+            return None
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+
+        def computed() -> Any:
+            nonlocal depth
+            outer, depth = depth, 0  # a closure may step as well, as without a flush, and may raise
+            loss = closure() if closure else None
+            before()
+            depth = outer
+            return loss
+
+        return (args[:1], {**kwargs, "closure": computed}) if closure else computed()
+
+    def leave(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if not depth:
+            after()
+
+    hooks = optimizer.register_step_pre_hook(enter), optimizer.register_step_post_hook(leave)
+    optimizer._optimizer_step_post_hooks.move_to_end(hooks[1].id, last=False)
+
+    def detach() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return detach
 
 
 # --------------------------------------------------------------------------- which optimizers can be divided

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import partial, partialmethod
+from types import SimpleNamespace
 from unittest import mock
 
 import lightning as L
@@ -11,7 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_diffpipe.modules import Muon, Optimization, Prodigy
-from lightning_diffpipe.runtime.optimizer_sharding import stepping_ranks, steps_apart
+from lightning_diffpipe.runtime.optimizer_sharding import (
+    OptimizerSharding,
+    stepping_ranks,
+    steps_apart,
+)
 from tests.distributed.scenarios import (
     Settings,
     assert_close,
@@ -245,6 +250,50 @@ def test_small_copies_tell_whether_an_optimizer_treats_parameters_by_themselves(
     for parameter, value in zip(parameters, before, strict=True):
         assert torch.equal(parameter, value)
         assert parameter.grad is None
+
+
+class Inheriting(torch.optim.AdamW):
+    """Calls a step that has the same hooks."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("has_closure", [False, True])
+def test_a_step_that_calls_that_of_its_base_keeps_gradients_and_sends_once(
+    has_closure, monkeypatch
+):
+    """Gradients of what others step were lost, after which holders disagreed on what is sent."""
+    named = {name: nn.Parameter(torch.zeros(2)) for name in "ab"}
+    torch.optim.AdamW(named.values())  # from now on torch calls hooks for steps of the base, too
+    optimizer = Inheriting(named.values(), lr=1e-2)
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append("others"))
+    mesh = SimpleNamespace(rank=0)
+    sharding = OptimizerSharding(mesh, named, dict.fromkeys("ab", (0, 1)), {"a": 0, "b": 1})
+
+    def sent(sharded):
+        seen.append([p.grad.tolist() for p in sharded.values()])
+
+    monkeypatch.setattr(sharding, "_send_on", sent)
+    detach = sharding.attach(optimizer)
+
+    def closure():
+        for p in named.values():
+            p.grad = torch.ones(2)
+        return 1.5
+
+    for _ in range(2):
+        if has_closure:
+            assert optimizer.step(closure) == 1.5
+        else:
+            closure()
+            optimizer.step()
+    assert seen == ["others", [[1.0, 1.0]] * 2, "others"] * 2, "what is sent, before others see it"
+    assert set(optimizer.state) == {named["a"]}
+    detach()
+    optimizer.step()
+    assert seen[-2:] == ["others"] * 2
 
 
 def fit_on(rank, make, strategy, world_size):

@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from lightning_diffpipe.graph.placement import placeholder_of
 from lightning_diffpipe.modules import Muon, Optimization, Prodigy
 from lightning_diffpipe.runtime import optimizer_offload
 from lightning_diffpipe.runtime.optimizer_offload import OptimizerOffload, may_be_offloaded
@@ -142,6 +143,16 @@ def test_optimizers_that_would_step_otherwise_are_told(make):
     assert not may_be_offloaded(optimizer)
 
 
+def test_a_stage_without_trained_parameters_has_no_states_to_keep():
+    """It was an error on that rank."""
+    placeholders = [placeholder_of(p, torch.device("cpu")) for p in made(ADAMW)[0]]
+    optimizer = ADAMW(placeholders)
+    assert may_be_offloaded(optimizer)
+    OptimizerOffload(torch.device("cpu")).attach(optimizer)
+    optimizer.step()
+    assert not optimizer.state
+
+
 def test_ready_made_modules_know_whether_their_states_may_leave():
     assert Optimization().may_be_offloaded()
     assert not Optimization(lr=1.0, optimizer=Prodigy).may_be_offloaded()
@@ -173,6 +184,64 @@ def test_no_more_than_two_buckets_are_on_the_device(monkeypatch):
     assert offload.num_bytes_copied == states + 2 * 2 * states
     assert LARGEST * 2 < max(held) <= 2 * LARGEST * 2 < states
     assert len(places) == 1, "memory of the host is used again"
+
+
+class Failing(torch.optim.AdamW):
+    """Has no room for one of its steps."""
+
+    fails_at = None
+
+    def step(self, closure=None):
+        if self.fails_at is not None and self.fails_at.grad is not None:
+            raise MemoryError
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("fails", ["step", "memory"])
+def test_a_step_that_fails_leaves_states_and_gradients_and_can_be_made_again(fails, monkeypatch):
+    parameters, optimizer = made(partial(Failing, lr=1e-2))
+    OptimizerOffload(torch.device("cpu")).attach(optimizer)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = copy.deepcopy([optimizer.state[p] for p in parameters])
+    if fails == "step":
+        optimizer.fails_at = parameters[2]  # in the second bucket
+    else:
+        make, room = optimizer_offload._empty_like, iter(range(3))
+
+        def made_or_not(tensor, device, **pinned):
+            if not pinned and next(room, None) is None:
+                raise MemoryError
+            return make(tensor, device, **pinned)
+
+        monkeypatch.setattr(optimizer_offload, "_empty_like", made_or_not)
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in parameters)
+    for p, state in zip(parameters, before, strict=True):
+        if optimizer.state[p]["step"] == 1:
+            assert all(torch.equal(optimizer.state[p][name], state[name]) for name in state)
+    assert {int(optimizer.state[p]["step"]) for p in parameters} == (
+        {1, 2} if fails == "step" else {1}
+    )
+    monkeypatch.undo()
+    optimizer.fails_at = None
+    steps = [int(optimizer.state[p]["step"]) for p in parameters]
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in parameters] == [n + 1 for n in steps]
+
+
+def test_parameters_of_a_group_that_is_added_later_are_stepped_once():
+    (ours, optimizer), (theirs, plain) = made(ADAMW), made(ADAMW)
+    OptimizerOffload(torch.device("cpu")).attach(optimizer)
+    for parameters, each in ((ours, optimizer), (theirs, plain)):
+        parameters.append(nn.Parameter(torch.ones(4, 5)))
+        each.add_param_group({"params": [parameters[-1]], "lr": 1e-3})
+        for p in parameters:
+            p.grad = p.detach().sin()
+        each.step()
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 def test_a_loaded_state_dict_goes_to_the_host_and_on():
