@@ -34,8 +34,8 @@ from tests.rows import row
     [
         (["sampler=pipefusion", "sampler.num_patchs=3"],
          "Could not override 'sampler.num_patchs'. To append to your config use +sampler.num_patchs=3"),
-        (["trainer.devices=0"], "trainer.devices must be a whole number >= 1; got 0"),
-        (["trainer.accelerator=tpu"], "trainer.accelerator='tpu'; choose cpu or gpu"),
+        (["trainer.devices=0"], "trainer.devices must be a whole number >= 1 and <= 1024; got 0"),
+        (["trainer.accelerator=tpu"], "trainer.accelerator='tpu'; choose cpu, gpu or cuda"),
         (["dtype=float8"], "dtype='float8'; choose bfloat16, float16"),
         (["path=/nowhere.ckpt"], "there is no checkpoint /nowhere.ckpt"),
         (["width=wide"], "override width=wide: Value 'wide' of type 'str' could not be conv"),
@@ -49,7 +49,7 @@ from tests.rows import row
         (["sampler=pipefusion", "sampler.guidance=2"], "cannot use 1 ranks as guidance=2"),
         # History: tracebacks; and images that could not be written when they had been drawn.
         (["dtype=int8"], "dtype='int8'; choose bfloat16, float16"),
-        (["trainer.devices=true"], "trainer.devices must be a whole number >= 1; got True"),
+        (["trainer.devices=true"], "trainer.devices must be a whole number >= 1 and <= 1024; got True"),
         (["num_threads=100000"], "num_threads must be a whole number >= 1 and <= 1024; got 100000"),
         (["+sampler.ema=maybe"], "sampler.ema must be true or false; got 'maybe'"),
         (["sampler=pipefusion", "+sampler.verify=7"], "sampler.verify must be true or false; got 7"),
