@@ -211,13 +211,13 @@ class StepProbe:
             LayerLeakError: One of the layers must be expanded.
         """
         layers, fake = set(layers), self.fake_mode is not None
-        tree = (
-            self._tree if self._tree is self._larger else None
-        )  # which may have another call sequence
-        watched = self._callable() if tree else ()
-        experience = self.experience if known else Experience()  # notes name the layers
+        # The calls of a run with one sample more must be those of this run.
+        tree = self._tree if self._tree is self._larger else None
+        callables = self._callable() if tree else ()
+        # Results of equal blocks, which name the layers; a fold need not run these blocks again.
+        experience = self.experience if known else Experience()
         tracer = Tracer(
-            self.module, self.original, layers, containers, known, fake, watched, self._repeats(experience)
+            self.module, self.original, layers, containers, known, fake, callables, self._repeats(experience)
         )  # fmt: skip
         out, returned, tail = self._followed(tracer)
         if tree is not None and tree.names != tracer.names:
@@ -245,7 +245,8 @@ class StepProbe:
             of_more_samples=of_more_samples,
             form=self.form,
             hooks=_readers_of_hooked(tracer, layers_run, returned),
-            weighted=weight_of(out) is not None,  # what follows is of the code between layers
+            weighted=weight_of(out) is not None,
+            # Of the code between layers:
             streams=tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
             host_random=tracer.drew_host_random,
             folded=tuple(tracer.provenance.folded),

@@ -150,7 +150,7 @@ def without_values(root: nn.Module, run: Callable[[nn.Module, TrackedFakeMode], 
         with mode, torch.no_grad():
             return run(model, mode)
 
-    with kept_young(), fakes_failing_quietly():
+    with without_garbage_collection(), fakes_failing_quietly():
         try:
             return inside()
         except Exception as error:
@@ -219,8 +219,8 @@ def _sampled(func: Any, args: Sequence[Any], kwargs: Any) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def kept_young() -> Iterator[None]:
-    """Keeps what is made inside in the youngest generation, so that its cycles are found without the rest.
+def without_garbage_collection() -> Iterator[None]:
+    """Switches automatic collections off: what is made inside stays in the youngest generation.
 
     A copy of a module is full of cycles. Searched with everything else that the process has imported, they take a
     third of a second each time; alone a few milliseconds.
@@ -253,7 +253,10 @@ def forget_fakes(mode: TrackedFakeMode) -> None:
     if the step had never run. The module must be out of use: looking at all objects of the process takes a third
     of a second, and is only done if a tensor survived among them.
     """
-    for generation in (0, 2):  # Usually all that is left is as young as `kept_young` makes it.
+    for generation in (
+        0,
+        2,
+    ):  # Usually all that is left is as young as `without_garbage_collection` makes it.
         if not mode.anything_alive():
             return
         gc.collect(generation)

@@ -447,11 +447,13 @@ class _FormRun(StubbedRun):
         count = self._counts[name]
         self._counts[name] = count + 1
         layer = self._layers[name][min(count, len(self._layers[name]) - 1)]
-        for _ in range(layer.num_seeds):
+        for _ in range(
+            layer.num_seeds
+        ):  # as its real call would, so that later numbers are the same
             rng.draw_seed()
         position, has_grad = len(self._calls), torch.is_grad_enabled()
         self._calls.append((name, has_grad))
-        fitting = ((name, has_grad),), ((name, None),)
+        fitting = ((name, has_grad),), ((name, None),)  # None: with gradients or without
         self._possible = [f for f in self._possible if f[position : position + 1] in fitting]
         if self._stops and not self._possible:
             raise Stop

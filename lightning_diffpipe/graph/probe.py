@@ -31,7 +31,7 @@ from lightning_diffpipe.graph.fakes import (
     TrackedFakeMode,
     fakes_failing_quietly,
     forget_fakes,
-    kept_young,
+    without_garbage_collection,
 )
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
 from lightning_diffpipe.graph.placement import is_placeholder
@@ -215,7 +215,7 @@ def _in_some_mode(
     """Works on a fake copy of the module, or on the module itself."""
     reason = "asked for"
     if mode in ("auto", "fake"):
-        with kept_young():
+        with without_garbage_collection():
             outcome = _without_values(subject, work, allow_failure=mode == "auto")
         if isinstance(outcome, LayerGraph):
             if outcome.num_samples != 1:

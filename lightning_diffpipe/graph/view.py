@@ -235,7 +235,10 @@ class StubbedRun(Run):
         return checkpoint(self._call_fine, site, args, kwargs, use_reentrant=False)
 
     def _call_fine(self, site: Site, args: Any, kwargs: Any) -> Any:
-        """Runs a layer of the fine graph, with a random stream of its own if it samples."""
+        """Runs a layer as it was probed, before layers were folded into stages.
+
+        If it draws, its random numbers have a seed of their own; streamed weights are on the device for the run.
+        """
         view, self._in_fine = self._view, True
         try:
             self.before_fine_layer(site.name)

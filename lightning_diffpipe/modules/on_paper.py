@@ -276,11 +276,13 @@ class OnPaper:
                 raise ConfigurationError("a ControlNet is trained as a whole; leave lora_rank out")
             self.module = ControlNetDiffusion(**{n: p for n, p in parts.items() if n in parameters})
             self.denoiser = "unet"
-            side = 8 * self.module.unet.config.sample_size
+            side = 8 * self.module.unet.config.sample_size  # 8 pixels per latent
             self.size = {"height": side, "width": side, "num_frames": 1}
         else:
             pipeline = cls(**missing | parts)
-            self.module = PipelineDiffusion(pipeline, 0.0, call=call, lora=lora, expert=expert)
+            self.module = PipelineDiffusion(
+                pipeline, caption_dropout=0.0, call=call, lora=lora, expert=expert
+            )
             self.denoiser = self.module.step.denoiser
             with Values():
                 self.size = self._looked_at(self.module)

@@ -310,7 +310,7 @@ class PipelineDiffusion(PartsModule):
         Raises:
             ConfigurationError: The batch lacks prompts, classes or images that the pipeline needs.
         """
-        tail = self.tail  # by which it is known how images are read
+        tail = self.tail  # first: finding it also finds out how the pipeline reads images
         step, pixels = self.step, _pixels_of(batch)
         is_training, conditions, shown = generator is None, [], None
         further = {name: batch[name] for name in step.sizes if name in batch}
@@ -342,6 +342,7 @@ class PipelineDiffusion(PartsModule):
             trained = [step.denoiser for step in self.steps]
             modules = {n: p for n, p in parts.items() if isinstance(p, nn.Module)}
             encoders = {n: part for n, part in modules.items() if n not in trained}
+            # The calls of all denoisers take the encoders' answers to the first.
             answers = {name: replaying(part) for name, part in encoders.items()}
         for step in self.steps:
             has_all = step.span == (0, math.inf)
@@ -350,7 +351,7 @@ class PipelineDiffusion(PartsModule):
                 parts = self.parts | {name: replay() for name, replay in answers.items()}
             inputs = corrupted.noisy, corrupted.timesteps, conditions, _size_of(pixels)
             prediction = step.predict(*inputs, tail, parts, further, shown, generator)
-            target = tail.predicted(corrupted.target)
+            target = tail.predicted(corrupted.target)  # in the layout of predictions
             losses.append(schedule.losses(corrupted._replace(target=target), prediction, batch))
         if len(losses) == 1:
             return losses[0]

@@ -407,6 +407,7 @@ class OneStep:
         by_sample = {n: v for n, v in further.items() if n in self.sizes and isinstance(v, Tensor)}
         further = {n: v for n, v in further.items() if n not in by_sample}
         times = timesteps
+        # A pipeline that takes one time gets that; to the denoiser go those of the samples in its place.
         if self.time is not None:
             times = torch.tensor(self.time, dtype=timesteps.dtype)
             by_sample[TIME] = timesteps[:, None]
@@ -422,7 +423,7 @@ class OneStep:
             return on_step(prediction, sample)
 
         def noise(shape: Sequence[int]) -> Tensor:
-            # After the step some add noise to what is decoded: none of it, or `find_tail` sees it.
+            # After the step some pipelines add noise to latents that are decoded, which `find_tail` notices.
             return torch.randn(tuple(shape), device=timesteps.device) if is_over else draw(shape)
 
         attributes["scheduler"] = one_timestep(parts["scheduler"], times, step)
@@ -447,8 +448,8 @@ class OneStep:
             elif hasattr(part, "num_conditions"):  # guidance as a part of its own
                 attributes[name] = part.new(guidance_scale=1.0)
         if self._most_tokens and self._masks_states:
-            of_images = lambda: processor.num_image_tokens if processor else 0
-            denoiser = of_length(denoiser, lambda: self._most_tokens + of_images())
+            num_image_tokens = lambda: processor.num_image_tokens if processor else 0
+            denoiser = of_length(denoiser, lambda: self._most_tokens + num_image_tokens())
         attributes[self.denoiser] = denoiser
         if self.decoder is not None:
             encode, images = None, further.get(self.image)
@@ -459,7 +460,7 @@ class OneStep:
                 attributes.update({n: first_frame_processor(p) for n, p in processors.items()})
             attributes[self.decoder] = no_decoder(parts[self.decoder], on_decode, encode)
         methods = {name: _drawing_from(method, noise) for name, method in self._drawing.items()}
-        call = methods.pop("__call__")
+        call = methods.pop("__call__")  # which is among them for every class
         for name, method in methods.items():
             is_static = isinstance(inspect.getattr_static(pipeline, name), staticmethod)
             attributes[name] = method if is_static else types.MethodType(method, pipeline)

@@ -257,14 +257,14 @@ def of_length(real: Any, length: Callable[[], int]) -> StandIn:
 
     Args:
         real: Computes.
-        length: Gives the length. Longer states stay as they are, and so do those without a mask.
+        length: Gives the length. Longer states stay as they are, and so do those that no mask argument goes with.
     """
 
     def call(*args: Any, **options: Any) -> Any:
         for masked in [n for n in options if n.endswith("_mask") and n[:-5] in options]:
             states, mask = options[masked[:-5]], options[masked]
             missing = max(0, length() - states.shape[1])
-            # A mask that is left out where all are read would change what is called.
+            # Pipelines give None for a mask that is all ones: other operators, and so another call sequence.
             mask = states.new_ones(states.shape[:2], dtype=torch.long) if mask is None else mask
             options[masked[:-5]] = F.pad(states, (0, 0, 0, missing))
             options[masked] = F.pad(mask, (0, missing))

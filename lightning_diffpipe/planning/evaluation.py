@@ -400,7 +400,7 @@ class Evaluator:
         return min(plans, key=preference)
 
     def unfilled_plan(self, proposal: Proposal) -> PipelinePlan:
-        """Plans frozen work before the pipeline."""
+        """Returns the plan whose frozen work runs before the pipeline, not in its bubbles."""
         frame, costs = self.frame(proposal), self.costs(proposal)
         schedule = prefix_frozen(frame.pipeline.schedule(), frame.parts)
         timeline = simulate(schedule, costs, costs.sizes)
@@ -409,7 +409,7 @@ class Evaluator:
         offloaded = offloaded_bytes(self.calls, frame.pipeline.links, self.runs(proposal))
         limit_s = _no_bubble_limit_s(timeline)
         streamed, copied = self._copies(proposal, schedule)
-        if frame.pipeline.runs_free:
+        if frame.pipeline.runs_free:  # steps overlap: the time of one is the period
             iteration_s = period_s(schedule, costs)
             bubble_ratio = max(1 - limit_s / iteration_s, 0.0) if iteration_s else 0.0
         planned = Planned(
@@ -433,6 +433,7 @@ class Evaluator:
         if len(seen.forms) > 1:
             states_s = self._states_s(proposal, costs)
             planned = replace(planned, expected_s=self._expected_s(proposal, costs) + states_s)
+            # Of each call sequence: its share of the microbatches, and the stage at which it begins.
             shares = (share for share, _ in seen.forms)
             forms = tuple(zip(shares, self._first_stages(proposal), strict=True))
         shape = proposal.shape

@@ -47,7 +47,7 @@ from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.backward import NestedExits, input_gradients
 from lightning_diffpipe.graph.calltree import tensors_in
-from lightning_diffpipe.graph.fakes import kept_young
+from lightning_diffpipe.graph.fakes import without_garbage_collection
 from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.graph.layer import LayerGraph, other_calls
 from lightning_diffpipe.graph.step import loss_of
@@ -261,7 +261,7 @@ class StepRun(Run):
     def _answering(self, interception: Interception) -> Iterator[None]:
         try:
             with (
-                kept_young(),  # no search for cycles in the middle of a layer
+                without_garbage_collection(),  # no search for cycles in the middle of a layer
                 interception.running(self),
                 interception.recomputed_by(self),
                 torch.enable_grad(),

@@ -242,8 +242,9 @@ def _stepped(
 ) -> list[Any]:
     """Returns small parameters and their states after trial steps of a copy of an optimizer.
 
-    If gradients of others make no difference, the optimizer updates each parameter by itself, and ranks can share
-    them out. `attach` puts hooks of the copy's steps, and returns what removes them.
+    Each parameter gets a copy in its group. If gradients of the copies (`with_others`) make no difference, the
+    optimizer updates each parameter by itself, and ranks can share them out. `attach` puts hooks of the trial's
+    steps, and returns what removes them.
     """
     small: dict[int, Any] = {}
     kinds: dict[Hashable, nn.Parameter] = {}  # one parameter stands for all of a kind

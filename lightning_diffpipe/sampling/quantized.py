@@ -43,7 +43,7 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
     """Returns the stored quantization config of a component's folder; None for plain weights.
 
     Raises:
-        ConfigurationError: In another way than can be read, or the package for it is missing.
+        ConfigurationError: The weights are quantized by a method that cannot be read, or its package is missing.
     """
     try:
         config = json.loads((folder / "config.json").read_text()).get("quantization_config")
@@ -58,6 +58,7 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
             f"{' or '.join(_PACKAGES)}. Open the folder with the plain weights that it was made from, with "
             "quantization=nf4, int8 or float8"
         )
+    # Rows of 8 bits and their scales are multiplied here, by torch alone.
     if not config.get("load_in_8bit") and find_spec(method) is None:
         raise ConfigurationError(
             f"{folder} is stored quantized, and reading it needs the package {method}; run: pip install {method}"

@@ -98,6 +98,7 @@ def assemble(
     mesh, holders = _connect(process, schedule, pieces, graph.trained)
     encoding_ranks = plan.options.encoding_ranks
     num_encoding = placement.num_ranks if encoding_ranks == "auto" else encoding_ranks
+    # Names that each rank holds, and the holder of each that saves it; `holders` sum gradients.
     residents = residents_of(module, pieces, placement, num_encoding)
     resident = residents[mesh.local_rank]
     owners = owners_of(module, pieces, residents, placement)
@@ -115,8 +116,8 @@ def assemble(
             with placed(module, mesh.device):
                 whole = run_whole(probed, interception, batch, count, seed, mesh.pipeline)
         places = whereabouts(pieces, placement)
-        waits = plan.options.encode_first and not (plan.runs_free or options.verify)
-        later = kept_for_later(module, graph) & resident if waits else frozenset[str]()
+        encodes_first = plan.options.encode_first and not (plan.runs_free or options.verify)
+        later = kept_for_later(module, graph) & resident if encodes_first else frozenset[str]()
         streams, weights = _streamed(module, unfolded, plan, mesh.local_rank)
         streamed = frozenset(name for each in weights.values() for name in each)
         later -= streamed

@@ -35,7 +35,7 @@ from lightning_diffpipe.comm.rendezvous import (
 from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import DiffPipeError, GraphError, raised_by_all
 from lightning_diffpipe.graph.chains import find_chains
-from lightning_diffpipe.graph.fakes import kept_young
+from lightning_diffpipe.graph.fakes import without_garbage_collection
 from lightning_diffpipe.graph.forms import MOST_FORMS, Forms, names_of, survey
 from lightning_diffpipe.graph.layer import LayerGraph, other_calls
 from lightning_diffpipe.graph.probe import probe, probe_named
@@ -62,7 +62,7 @@ _NUM_PROBED_SAMPLES = 2
 _TIMING_S, _TOLD_S = 1.0, 0.05
 
 
-@kept_young()
+@without_garbage_collection()
 def prepare(
     module: nn.Module,
     step: Step,
@@ -106,7 +106,7 @@ def prepare(
         planned = agree(planned_layers(options) if process.rank == 0 else (), world)
         with bar(shows, "probing the layers of a step", counted=False, stays=False):
             survey_all = partial(_surveyed, module, step, small, form, seed, planned, arguments)
-            with _cut_noted(min(_NUM_PROBED_SAMPLES, size), size):
+            with _telling_of_smaller_batch(min(_NUM_PROBED_SAMPLES, size), size):
                 graph, forms = on_all_ranks(survey_all, world)
         with raised_by_all():
             require_equal(graph.digest, world)
@@ -134,7 +134,7 @@ def prepare(
 
 
 @contextlib.contextmanager
-def _cut_noted(number: int, size: int) -> Iterator[None]:
+def _telling_of_smaller_batch(number: int, size: int) -> Iterator[None]:
     """Adds to an error of the step's own that the batch was cut, for what shapes do not fit any more."""
     try:
         yield

@@ -81,7 +81,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def numbers(plan: PipelinePlan) -> str:
-    """Returns what a step promises."""
+    """Returns lines on the planned step: its time, bubbles, frozen work, and memory that is moved."""
     planned = plan.planned
     lines = [
         f"step          {seconds(planned.iteration_s)}, {planned.samples_per_s:.4g} samples/s",

@@ -275,7 +275,7 @@ def test_a_step_that_calls_that_of_its_base_keeps_gradients_and_sends_once(
     def sent(sharded):
         seen.append([p.grad.tolist() for p in sharded.values()])
 
-    monkeypatch.setattr(sharding, "_send_on", sent)
+    monkeypatch.setattr(sharding, "_send_updates", sent)
     detach = sharding.attach(optimizer)
 
     def closure():
