@@ -175,9 +175,8 @@ class Watcher:
         self._signalled_s = math.inf  # when SIGTERM came
         self._end_s = math.inf  # when this process is ended, as another was lost
         self._running = 0  # identifier of the thread in the run
-        self._waits_in: tuple[int, int] | None = (
-            None  # frame and instruction of its wait, at the last look
-        )
+        # Frame and instruction of its wait, at the last look.
+        self._waits_in: tuple[int, int] | None = None
         self._waits_since_s = math.inf
         self._waited_s = -math.inf  # the last look at which it was in a wait
         self._reported_s = -math.inf  # start of the busy time that was reported last

@@ -44,7 +44,7 @@ from lightning_diffpipe.graph.layer import (
     dense_stride,
 )
 from lightning_diffpipe.graph.provenance import Buffer, LayerRecord, LeakError, unfolded, values
-from lightning_diffpipe.graph.repeats import Experience, Repeats
+from lightning_diffpipe.graph.repeats import CallResults, Repeats
 from lightning_diffpipe.graph.side_effects import NoHooksWithoutGradients, gradients_noticed
 from lightning_diffpipe.graph.step import (
     BatchForm,
@@ -130,7 +130,7 @@ class StepProbe:
         mode: `LayerGraph.mode` of the graph.
         fake_mode: The mode of fake tensors, None for real ones.
         original: The module that `module` is a copy of, if it is one.
-        experience: Results of the trace that found the graph which is traced again with other layers.
+        call_results: Results of the trace that found the graph which is traced again with other layers.
     """
 
     module: nn.Module
@@ -141,7 +141,7 @@ class StepProbe:
     mode: str = "real"
     fake_mode: TrackedFakeMode | None = None
     original: nn.Module | None = None
-    experience: Experience = dataclasses.field(default_factory=Experience)
+    call_results: CallResults = dataclasses.field(default_factory=CallResults)
 
     def __post_init__(self) -> None:
         self._tree: CallTree | None = None
@@ -153,7 +153,7 @@ class StepProbe:
         """Returns the same on a copy of the module without values."""
         copy, batch = fake_copy(self.module, mode), fake_batch(self.batch, mode)
         where = "fake", mode, self.module
-        return StepProbe(copy, self.step, batch, 0, self.form, *where, self.experience)
+        return StepProbe(copy, self.step, batch, 0, self.form, *where, self.call_results)
 
     def discover(self, max_share: float, layer_names: Sequence[str] | None) -> LayerGraph:
         """Chooses layers by cost, expands those that leak, and traces them."""
@@ -215,9 +215,9 @@ class StepProbe:
         tree = self._tree if self._tree is self._larger else None
         callables = self._callable() if tree else ()
         # Results of equal blocks, which name the layers; a fold need not run these blocks again.
-        experience = self.experience if known else Experience()
+        call_results = self.call_results if known else CallResults()
         tracer = Tracer(
-            self.module, self.original, layers, containers, known, fake, callables, self._repeats(experience)
+            self.module, self.original, layers, containers, known, fake, callables, self._repeats(call_results)
         )  # fmt: skip
         out, returned, tail = self._followed(tracer)
         if tree is not None and tree.names != tracer.names:
@@ -261,7 +261,7 @@ class StepProbe:
             or has_global_backward_hooks()
             or any(map(has_backward_hooks, self.module.modules())),
             batch_writes=frozenset(tracer.provenance.batch_writes),
-            experience=experience,
+            call_results=call_results,
         )
 
     def _refuse_new_hooks(self) -> None:
@@ -319,7 +319,7 @@ class StepProbe:
         self, batch: Any, look: Look | None = None, *, has_gradients: bool = True
     ) -> CallTree:
         """Runs the step and records the tree of calls, with what a look at arguments and output of each finds."""
-        tree, names = CallTree(self.module, look, self._repeats(Experience())), self._callable()
+        tree, names = CallTree(self.module, look, self._repeats(CallResults())), self._callable()
 
         def record(call: Callable[[], Any]) -> Any:
             noticed = gradients_noticed(tree.note_gradients)
@@ -358,9 +358,9 @@ class StepProbe:
             self.__post_init__()
         return None
 
-    def _repeats(self, experience: Experience) -> Repeats | None:
+    def _repeats(self, call_results: CallResults) -> Repeats | None:
         mode = self.fake_mode
-        return None if mode is None else Repeats(self.module, mode, self._callable(), experience)
+        return None if mode is None else Repeats(self.module, mode, self._callable(), call_results)
 
     def _callable(self) -> list[str]:
         # The original, as copies forget which modules are compiled.

@@ -241,7 +241,7 @@ class LayerGraph:
         batch_writes: Tensors of the batch that the step writes in place, as `pytree.keystr` tells their places.
         form: The parts of the batch it was planned with that have one entry per sample, or the module's own way.
         weighted: The step returns a weight besides its loss.
-        experience: Results of equal modules, for runs before training; see `repeats`.
+        call_results: Results of equal modules, for runs before training; see `repeats`.
     """
 
     layers: tuple[Layer, ...]
@@ -274,7 +274,7 @@ class LayerGraph:
     batch_writes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     form: BatchForm | ModuleSplit | None = field(default=None, compare=False, repr=False)
     weighted: bool = False
-    experience: Any = field(default=None, compare=False, repr=False)
+    call_results: Any = field(default=None, compare=False, repr=False)
 
     @cached_property
     def path(self) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ from lightning_diffpipe.graph.fakes import (
 )
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.graph.repeats import Experience
+from lightning_diffpipe.graph.repeats import CallResults
 from lightning_diffpipe.graph.side_effects import generators_preserved, is_users
 from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step
 from lightning_diffpipe.graph.trial import untouched
@@ -189,14 +189,14 @@ def _traced(
     layers: Collection[str],
     containers: Collection[str],
     seed: int = 0,
-    experience: Experience | None = None,
+    call_results: CallResults | None = None,
 ) -> LayerGraph:
     """Traces the step of a known graph with other layers; random streams are seeded as in that graph.
 
-    `experience` is that of the graph, where nothing can have changed what its modules compute since.
+    `call_results` is that of the graph, where nothing can have changed what its modules compute since.
     """
-    shared = experience or Experience()
-    subject = StepProbe(root, step, batch, seed, form=graph.form, experience=shared)
+    shared = call_results or CallResults()
+    subject = StepProbe(root, step, batch, seed, form=graph.form, call_results=shared)
     trace = lambda run: run.trace(layers, containers, known=graph)
     return _in_some_mode(_how_known(graph), subject, trace)
 
@@ -309,7 +309,7 @@ def fold(
         key = frozenset(layers), frozenset(expanded), seed
         try:
             if key not in graph.folds:
-                seen = graph.experience
+                seen = graph.call_results
                 graph.folds[key] = _traced(root, step, batch, graph, layers, expanded, seed, seen)
         except LayerLeakError as error:
             expanded |= {error.layer_name}

@@ -70,7 +70,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Experience:
+class CallResults:
     """Results of calls of equal modules, of all copies of a module whose runs one kind of observer has seen.
 
     Attributes:
@@ -96,9 +96,9 @@ class Repeats:
         root: nn.Module,
         mode: TrackedFakeMode,
         names: Collection[str],
-        experience: Experience,
+        call_results: CallResults,
     ) -> None:
-        self._mode, self._experience = mode, experience
+        self._mode, self._call_results = mode, call_results
         self._parents = Counter(id(child) for m in root.modules() for child in m.children())
         self._owners = Counter(
             id(tensor)
@@ -136,7 +136,7 @@ class Repeats:
             return None
         where = torch.is_grad_enabled(), *autocasts(), torch.get_default_dtype()
         key = self._ids[id(module)], str(spec), arguments, where, more
-        _, ran = self._experience.ran.get(key, (name, ...))
+        _, ran = self._call_results.ran.get(key, (name, ...))
         if num_transforms_around() or ran is None:
             return None
         return Call(self, key, name, module, leaves)
@@ -151,7 +151,7 @@ class Repeats:
         except UnlikeError:
             number = None
         else:
-            numbers = self._experience.structures
+            numbers = self._call_results.structures
             number = numbers.setdefault(structure, len(numbers))
         self._ids[id(module)] = number
         return number
@@ -189,15 +189,15 @@ class Repeats:
 
     def keep(self, key: Hashable, name: str, ran: Known | None) -> None:
         """Keeps what a call of a kind has returned; None if it says nothing about others."""
-        first, before = self._experience.ran.setdefault(key, (name, ran))
+        first, before = self._call_results.ran.setdefault(key, (name, ran))
         if ran is None or ran != before:
-            self._experience.ran[key] = name, None
+            self._call_results.ran[key] = name, None
         elif first != name:
-            self._experience.known[key] = ran
+            self._call_results.known[key] = ran
 
     def known(self, key: Hashable) -> Known | None:
         """Returns what calls of a kind return, if those of two modules have run and agreed."""
-        return self._experience.known.get(key)
+        return self._call_results.known.get(key)
 
     def made(self, made: _Made) -> Tensor:
         """Returns a tensor without values."""

@@ -42,6 +42,7 @@ from lightning_diffpipe.graph.probe import probe, probe_named
 from lightning_diffpipe.graph.rng import microbatch_seed
 from lightning_diffpipe.graph.step import BatchForm, ModuleSplit
 from lightning_diffpipe.host_memory import keep_freed_memory
+from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.profiling.measure import Subject
 from lightning_diffpipe.profiling.profiler import bar
@@ -49,7 +50,7 @@ from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.batch_layout import num_samples
 from lightning_diffpipe.runtime.partitioned import Step, too_many_forms
 from lightning_diffpipe.training.assembly import assemble
-from lightning_diffpipe.training.pipeline import Pipeline, ProbedStep, Process
+from lightning_diffpipe.training.pipeline import Basis, Pipeline, ProbedStep, Process
 from lightning_diffpipe.training.plan_source import PipelineOptions, plan_of_rank_0, planned_layers
 from lightning_diffpipe.training.refusals import (
     refuse_own_generators,
@@ -62,7 +63,6 @@ _NUM_PROBED_SAMPLES = 2
 _TIMING_S, _TOLD_S = 1.0, 0.05
 
 
-@without_garbage_collection()
 def prepare(
     module: nn.Module,
     step: Step,
@@ -90,9 +90,31 @@ def prepare(
         refuse_untrainable(module)
     if process.device.type == "cpu":
         keep_freed_memory()
+    before = watcher.seconds.copy()
+    probed, seed, plan, basis = _probed_and_planned(
+        module, step, batch, options, process, arguments
+    )
+    with watcher.inside("placing stages"):
+        pipeline = assemble(probed, plan, process, options, seed)
+    if process.rank == 0:
+        seconds = watcher.seconds - before
+        told = (f"{what} {part_s:.1f} s" for what, part_s in seconds.items() if part_s >= _TOLD_S)
+        _log.info("ready in %.1f s: %s", seconds.total(), ", ".join(told))
+    return replace(pipeline, basis=basis)
+
+
+@without_garbage_collection()
+def _probed_and_planned(
+    module: nn.Module,
+    step: Step,
+    batch: Any,
+    options: PipelineOptions,
+    process: Process,
+    arguments: tuple[Any, ...] = (),
+) -> tuple[ProbedStep, int, PipelinePlan, Basis | None]:
+    """Returns what `assemble` needs: the step, the seed of the run, and the plan; and the basis of that."""
     shows = process.rank == 0 and sys.stderr.isatty() and _log.isEnabledFor(logging.INFO)
     with watcher.inside("aligning weights"):
-        before = watcher.seconds.copy()
         world = world_group(process.world_size, process.timeout_s)
         own_seed = os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())
         seed = agree(int(own_seed) if options.seed is None else options.seed, world)
@@ -124,13 +146,7 @@ def prepare(
         )  # fmt: skip
         plan, basis = plan_of_rank_0(subject, chains, forms, options, process, world)
     close_group(world)
-    with watcher.inside("placing stages"):
-        pipeline = assemble(probed, plan, process, options, seed)
-    if process.rank == 0:
-        seconds = watcher.seconds - before
-        told = (f"{what} {part_s:.1f} s" for what, part_s in seconds.items() if part_s >= _TOLD_S)
-        _log.info("ready in %.1f s: %s", seconds.total(), ", ".join(told))
-    return replace(pipeline, basis=basis)
+    return probed, seed, plan, basis
 
 
 @contextlib.contextmanager

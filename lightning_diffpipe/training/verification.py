@@ -181,7 +181,7 @@ class MeanCheck:
 
     probed: ProbedStep
     interception: Interception
-    _views: dict[int, StageView] = field(default_factory=dict)
+    _views: dict[int, StageView] = field(default_factory=dict, init=False)
 
     def difference(self, num_microbatches: int) -> str:
         """Returns what is different, why, and a remedy; empty if nothing is, or it cannot be found out.

@@ -214,7 +214,7 @@ def both(look, monkeypatch):
 
     found = tried()
     with monkeypatch.context() as patched:
-        patched.setattr(StepProbe, "_repeats", lambda self, experience: None)
+        patched.setattr(StepProbe, "_repeats", lambda self, call_results: None)
         return found, tried()
 
 
@@ -222,7 +222,7 @@ def same(graph, other):
     """Whether two graphs agree, or two errors."""
     if isinstance(graph, str) or isinstance(other, str):
         return graph == other
-    fields = [field.name for field in dataclasses.fields(graph) if field.name != "experience"]
+    fields = [field.name for field in dataclasses.fields(graph) if field.name != "call_results"]
     return all(getattr(graph, name) == getattr(other, name) for name in fields)
 
 

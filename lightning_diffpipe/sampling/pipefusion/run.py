@@ -95,9 +95,8 @@ class PipeFusionRun:
             rows = [(u.start * layout.rows_per_unit, len(u) * layout.rows_per_unit) for u in units]
             schedulers = PatchSchedulers(request.scheduler, request.step_kwargs, rows, layout.axis)
             self._schedulers = schedulers.going_on(request.stepped)
-        self._given_before: Tensor | None = (
-            None  # to the model, in the synchronous step that is taken
-        )
+        # Latents that the model got in the synchronous step before.
+        self._given_before: Tensor | None = None
         # The newest rows, by call of the denoiser in a step.
         self._predictions: dict[int, Tensor] = {}
         self._hidden = _Inbox(links, links.rank - 1, "hidden")
