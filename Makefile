@@ -54,7 +54,7 @@ test-gpu-like: setup  ## tests of GPUs on some whose memory and arithmetic are t
 # In a folder of their own: where they are installed, every process of diffusers and transformers imports them.
 $(QUANTIZED)/.installed: constraints.txt | setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(QUANTIZED) -c constraints.txt \
-		torchao bitsandbytes lion-pytorch prodigyopt schedulefree
+		torchao bitsandbytes lion-pytorch prodigyopt schedulefree dadaptation
 	@touch $@
 
 test-fast: setup  ## the tests that take about a minute together
