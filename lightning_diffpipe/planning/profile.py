@@ -27,7 +27,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, takewhile
+from itertools import accumulate, pairwise, takewhile
 
 from lightning_diffpipe.errors import ProfileError
 from lightning_diffpipe.planning.codec import Node, read_fields, stored, write
@@ -490,6 +490,25 @@ def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
         chains=tuple(chains) if apart else (),
     )
     return replace(profile, backbones=(whole,))
+
+
+def of_step(
+    profile: ModelProfile, starts: Sequence[int], seen: FormsSeen | None = None
+) -> ModelProfile:
+    """Returns the profile of the layers of a step, with its backbones and call sequences.
+
+    Args:
+        profile: Costs of these layers, perhaps of a step that joins or separates other backbones.
+        starts: First layers of the backbones of the step.
+        seen: Call sequences of the step, which none of the layers' times tell; None if there is only one.
+    """
+    sizes = [len(backbone.layers) for backbone in profile.backbones[:-1]]
+    if (*accumulate(sizes, initial=0),) != tuple(starts):
+        profile = separated(joined(profile), starts)
+    if seen is None or len(profile.backbones) > 1:
+        return profile
+    (backbone,) = profile.backbones
+    return replace(profile, backbones=(replace(backbone, seen=seen),))
 
 
 def separated(profile: ModelProfile, starts: Sequence[int]) -> ModelProfile:

@@ -5,7 +5,7 @@ is: stamps at the borders of layers), `measure` (many runs, seconds and bytes of
 (into a profile), `state` (leaving the module as it was). `modelled` answers without computing anything.
 """
 
-from lightning_diffpipe.profiling.measure import Subject, measure_profile
+from lightning_diffpipe.profiling.measure import LayerTimer, measure_profile
 from lightning_diffpipe.profiling.profiler import profile
 
-__all__ = ["Subject", "measure_profile", "profile"]
+__all__ = ["LayerTimer", "measure_profile", "profile"]

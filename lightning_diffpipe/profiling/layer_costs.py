@@ -1,4 +1,4 @@
-"""From costs of layers to a profile: where bytes count, the layers of each encoder, the results of these.
+"""From sizes and costs of layers to a profile, with the results of encoders.
 
 However costs were found (measured, modelled, estimated from operation counts), `assemble` puts a profile together.
 
@@ -22,25 +22,19 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.chains import passes, without_gradient
-from lightning_diffpipe.graph.cut import boundary_bytes, cut, skips
+from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.frozen import FrozenView, why_not_splittable
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
 from lightning_diffpipe.graph.memo import repeatable, why_not_remembered
-from lightning_diffpipe.graph.placement import held_bytes
 from lightning_diffpipe.graph.probe import fold
+from lightning_diffpipe.graph.sizes import encoder_name, layer_sizes
 from lightning_diffpipe.graph.step import Step, StepCall
-from lightning_diffpipe.graph.streaming import streamable
 from lightning_diffpipe.planning.profile import (
-    BackboneProfile,
-    EncoderLayerProfile,
     EncoderProfile,
     FrozenResult,
-    LayerProfile,
     ModelProfile,
     Seconds,
-    Skip,
 )
 
 _log = logging.getLogger(__name__)
@@ -92,11 +86,6 @@ class Encoding(NamedTuple):
         return replace(
             encoder, layers=layers, splittable=self.splittable if splittable is None else splittable
         )
-
-
-def encoder_name(layer: Layer) -> str:
-    """Returns the encoder a frozen layer belongs to: its top-level module."""
-    return f"frozen {layer.name.partition('.')[0]}"
 
 
 def encodings(
@@ -186,12 +175,11 @@ def _encoding(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCost:
-    """Costs of one layer, glue included; see `step_run.py`.
+class LayerCost(NamedTuple):
+    """Costs of one layer, glue included; see `step_run.py`. Of a frozen one only the forward counts.
 
     Attributes:
-        backward_s: Whole backward; of a frozen layer nothing.
+        backward_s: Whole backward.
         weight_gradient_s: The part of it that only makes weight gradients.
         activation_bytes_per_microbatch: Bytes saved besides, whatever the number of samples.
     """
@@ -204,86 +192,37 @@ class LayerCost:
 
 
 def assemble(
-    name: str,
-    module: nn.Module,
+    sizes: ModelProfile,
     graph: LayerGraph,
     costs: Mapping[int, LayerCost],
     repeated_s: Seconds | None = None,
     known: Mapping[str, Encoding] = MappingProxyType({}),
     split_s: Seconds | None = None,
 ) -> ModelProfile:
-    """Puts a profile together: one backbone, the trained path, and one encoder for each frozen top-level module.
+    """Puts a profile together.
 
-    A parameter counts for the first layer that reads it, one that only the loss reads for the last. The graph is
-    unfolded, `costs` are by layer, `repeated_s` is glue that every stage runs, `known` what encoders give, as far
-    as that was found out, and `split_s` what a backward in two halves takes longer.
+    Args:
+        sizes: The profile without times; see `graph/sizes.py`.
+        graph: The unfolded layers.
+        costs: By layer.
+        repeated_s: Times of the glue that every stage runs.
+        known: Results of encoders by name, as far as they were found out.
+        split_s: Times that a backward in two halves takes longer.
     """
-    named = module.named_parameters()
-    sizes = {name: held_bytes(p) for name, p in named}
-    samples = graph.num_samples or 1
-    boundaries = boundary_bytes(graph)
-    path = [graph.layers[index] for index in graph.path]
-    claimed, seen, streams = set[str](), set[TensorKey](), streamable(module, graph)
-    layers, free = [], without_gradient(graph)
-    for position, layer in enumerate(path, start=1):
-        read = layer.parameters | (graph.tail_parameters if layer is path[-1] else frozenset())
-        names, claimed = read - claimed, claimed | read
-        inputs, seen = layer.reads - seen, seen | layer.reads
-        gradients = [sizes.get(key, 0) for key in names & graph.trained]
-        # Computed again, it would write again.
-        writes = layer.written_buffers or layer.written_parameters or layer.mutated
-        cost = costs[layer.index]
-        layers.append(
-            LayerProfile(
-                name=layer.name,
-                forward_s=cost.forward_s,
-                backward_s=cost.backward_s,
-                weight_gradient_s=cost.weight_gradient_s,
-                parameter_bytes=sum(sizes.get(key, 0) for key in names),
-                gradient_bytes=sum(gradients),
-                largest_gradient_bytes=max(gradients, default=0),
-                boundary_bytes_per_sample=boundaries[position] // samples,
-                activation_bytes_per_sample=cost.activation_bytes_per_sample,
-                flops_per_sample=layer.cost_flops // samples,
-                activation_bytes_per_microbatch=cost.activation_bytes_per_microbatch,
-                gradient=position - 1 not in free,
-                input_bytes_per_sample=None
-                if writes
-                else sum(graph.spec(key).nbytes for key in inputs) // samples,
-                streamable_bytes=sum(map(held_bytes, streams[layer.name].values())),
-            )
-        )
-    long = tuple(Skip(size // samples, maker, readers) for size, maker, readers in skips(graph))
-    backbone = BackboneProfile("backbone", tuple(layers), repeated_s, split_s, long, passes(graph))
-    encoders = tuple(
-        known[encoder.name].of(encoder) if encoder.name in known else encoder
-        for encoder in _encoders(graph, sizes, costs)
-    )
-    return ModelProfile(name, (backbone,), encoders)
-
-
-def _encoders(
-    graph: LayerGraph, sizes: Mapping[str, int], costs: Mapping[int, LayerCost]
-) -> tuple[EncoderProfile, ...]:
-    """Returns frozen layers, grouped by the top-level module they belong to."""
-    groups: dict[str, list[Layer]] = {}
-    samples = graph.num_samples or 1
+    (backbone,) = sizes.backbones
+    pairs = zip(graph.path, backbone.layers, strict=True)
+    layers = tuple(replace(layer, **costs[index]._asdict()) for index, layer in pairs)
+    backbone = replace(backbone, layers=layers, repeated_s=repeated_s, split_s=split_s)
+    by_encoder: dict[str, list[LayerCost]] = {}
     for index in graph.frozen:
-        layer = graph.layers[index]
-        groups.setdefault(encoder_name(layer), []).append(layer)
-    profiles: list[EncoderProfile] = []
-    for name, layers in groups.items():
-        needed = {encoder_name(graph.layers[d]) for layer in layers for d in layer.deps}
-        earlier = {profile.name for profile in profiles}
-        entries, claimed = [], set[str]()
-        for layer in layers:
-            names, claimed = layer.parameters - claimed, claimed | layer.parameters
-            size, forward_s = sum(sizes.get(key, 0) for key in names), costs[layer.index].forward_s
-            per_sample = graph.output_bytes(layer) // samples, layer.cost_flops // samples
-            entries.append(EncoderLayerProfile(layer.name, forward_s, size, *per_sample))
-        inputs = tuple(sorted((needed - {name}) & earlier))
-        profiles.append(EncoderProfile(name, tuple(entries), inputs))
-    return tuple(profiles)
+        by_encoder.setdefault(encoder_name(graph.layers[index]), []).append(costs[index])
+    encoders = []
+    for encoder in sizes.encoders:
+        entries = zip(encoder.layers, by_encoder[encoder.name], strict=True)
+        timed = tuple(replace(layer, forward_s=cost.forward_s) for layer, cost in entries)
+        encoder = replace(encoder, layers=timed)
+        encoders.append(known[encoder.name].of(encoder) if encoder.name in known else encoder)
+    return replace(sizes, backbones=(backbone,), encoders=tuple(encoders))
 
 
 # Only ratios matter without links; this makes the seconds of a profile plausible on one CPU core.
@@ -308,4 +247,4 @@ def estimate_profile(module: nn.Module, graph: LayerGraph) -> ModelProfile:
             weight_gradient_s=Seconds.per_sample(forward_s if trains else 0.0),
             activation_bytes_per_sample=saved,
         )
-    return assemble(type(module).__name__, module, graph, costs)
+    return assemble(layer_sizes(module, graph), graph, costs)

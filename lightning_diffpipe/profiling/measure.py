@@ -1,6 +1,6 @@
 """Timing every layer of a module on this machine.
 
-A `Subject` runs the step for real at several sample counts, with stamps at the borders of its layers, until the
+A `LayerTimer` runs the step for real at several sample counts, with stamps at the borders of its layers, until the
 time allowed is used up. The first run at each count is profiler warm-up and does not count; counts take turns, so
 that a disturbance of the machine meets them all. Medians over the repetitions, and means over equal layers, become
 the profile. A module that is too large for the device is timed layer by layer instead.
@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -38,7 +38,8 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import held_bytes, is_quantized_later
 from lightning_diffpipe.graph.probe import reprobe
-from lightning_diffpipe.graph.step import Step, StepCall, count_samples
+from lightning_diffpipe.graph.sizes import layer_sizes
+from lightning_diffpipe.graph.step import Step, StepCall, count_samples, take_samples
 from lightning_diffpipe.host_memory import trim
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
 from lightning_diffpipe.profiling.layer_costs import (
@@ -54,18 +55,15 @@ from lightning_diffpipe.profiling.state import (
     placed,
     scratch_bytes,
     scratch_gradients,
-    take_samples,
     tree_to,
     undisturbed,
 )
 from lightning_diffpipe.profiling.step_run import (
     KeptBytes,
     OneByOneRun,
-    Pool,
     Rounds,
     StepRun,
     StepTimes,
-    alone,
     backward_s,
     forward_s,
     kept_bytes,
@@ -91,7 +89,7 @@ _MEMORY_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Subject:
+class LayerTimer:
     """A step whose layers are timed, and the effort for it.
 
     Attributes:
@@ -128,11 +126,6 @@ class Subject:
         total = count_samples(self.batch, self.graph.form)
         counts = self.sample_counts or default_counts(total, self.microbatch_size)
         return tuple(n for n in counts if n >= self.least_samples) or (self.least_samples,)
-
-    @property
-    def title(self) -> str:
-        """Name of the profile."""
-        return self.name or type(self.module).__name__
 
     @cached_property
     def place(self) -> torch.device:
@@ -372,50 +365,76 @@ def give_back(device: torch.device) -> None:
         trim()
 
 
-def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
+class MeasuredCosts(NamedTuple):
+    """Costs of the layers of a step as one rank has measured them, or several.
+
+    Attributes:
+        sizes: The profile without times.
+        graph: The layers, with types as on the device.
+        rounds: Times of steps.
+        saved: Bytes saved for the backward, by layer.
+        split_s: Times that a backward in two halves takes longer; None if that was not timed.
+        known: Results of encoders by name.
+    """
+
+    sizes: ModelProfile
+    graph: LayerGraph
+    rounds: Rounds
+    saved: Sequence[KeptBytes]
+    split_s: Seconds | None
+    known: Mapping[str, Encoding]
+
+    def profile(self) -> ModelProfile:
+        """Returns the profile with the typical times of the steps."""
+        costs = layer_costs(self.graph, self.rounds, self.saved)
+        repeated_s = repeated_seconds(self.graph, self.rounds)
+        return assemble(self.sizes, self.graph, costs, repeated_s, self.known, self.split_s)
+
+
+def measure_profile(timer: LayerTimer) -> ModelProfile:
+    """Measures what the layers of a step cost on this rank; see `measure_costs`."""
+    return measure_costs(timer).profile()
+
+
+def measure_costs(timer: LayerTimer) -> MeasuredCosts:
     """Times all layers of a step, forward, backward and its weight-gradient part.
 
-    The module is left bit-identical, and moved to the device meanwhile if it lives elsewhere. Where several ranks
-    measure at once, `pool` gives each of them the times of all.
+    The module is left bit-identical, and moved to the device meanwhile if it lives elsewhere.
 
     Raises:
         ProfileError: The step cannot be run at any of the sample counts.
         GraphError: The step calls other layers than in its probe.
     """
-    total, counts = count_samples(subject.batch, subject.graph.form), subject.counts
+    total, counts = count_samples(timer.batch, timer.graph.form), timer.counts
     if total is not None and max(counts) > total:
         raise ProfileError(
             f"cannot time {max(counts)} samples with a batch of {total}; "
             "give a larger batch, or smaller sample_counts"
         )
     try:
-        with current(subject.place):
-            rounds, saved, split, by_encoder = _measured(subject)
-            graph = graph_of_device(subject)
-    except Exception:
-        pool({})  # the other ranks wait for this one
-        raise
+        with current(timer.place):
+            rounds, saved, split_s, known = _measured(timer)
+            graph = graph_of_device(timer)
     finally:
-        give_back(subject.place)
-    rounds = pool(rounds)
-    costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
-    return assemble(subject.title, subject.module, graph, costs, repeated, by_encoder, split)
+        give_back(timer.place)
+    sizes = layer_sizes(timer.module, graph, timer.name)
+    return MeasuredCosts(sizes, graph, rounds, saved, split_s, known)
 
 
 def _measured(
-    subject: Subject,
+    timer: LayerTimer,
 ) -> tuple[Rounds, list[KeptBytes], Seconds | None, dict[str, Encoding]]:
-    module, step, graph, by_encoder = subject.module, subject.step, subject.graph, {}
+    module, step, graph, by_encoder = timer.module, timer.step, timer.graph, {}
     with undisturbed(module):
-        rounds, saved, splits = subject.run()
-        if subject.looks_at_results and not subject.fits:
-            by_encoder = encodings(module, step, subject.probed, graph)
-        elif subject.looks_at_results:  # and whether they can be stored, and split
-            with placed(module, subject.place):
-                small = tree_to(subject.probed, subject.place)
+        rounds, saved, splits = timer.run()
+        if timer.looks_at_results and not timer.fits:
+            by_encoder = encodings(module, step, timer.probed, graph)
+        elif timer.looks_at_results:  # and whether they can be stored, and split
+            with placed(module, timer.place):
+                small = tree_to(timer.probed, timer.place)
                 look = found_by_running(module, step, small)
                 by_encoder = encodings(module, step, small, graph, look)
-    split, groups = split_seconds(rounds, splits), equal_layers(subject.graph, subject.module)
+    split, groups = split_seconds(rounds, splits), equal_layers(graph, module)
     even = {
         count: ([averaged(t, groups) for t in whole], [averaged(t, groups) for t in inputs])
         for count, (whole, inputs) in rounds.items()
@@ -423,24 +442,24 @@ def _measured(
     return even, saved, split, by_encoder
 
 
-def graph_of_device(subject: Subject) -> LayerGraph:
+def graph_of_device(timer: LayerTimer) -> LayerGraph:
     """Probes the types of layers on the device, where autocast may halve what it leaves alone on a host."""
-    module, device = subject.module, subject.place
-    if device.type == "cpu" or not subject.fits:
-        return subject.graph
+    module, device = timer.module, timer.place
+    if device.type == "cpu" or not timer.fits:
+        return timer.graph
     with undisturbed(module), placed(module, device):
-        return reprobe(module, subject.step, tree_to(subject.probed, device), subject.graph)
+        return reprobe(module, timer.step, tree_to(timer.probed, device), timer.graph)
 
 
-def encodings_by_running(subject: Subject, stores: bool) -> dict[str, Encoding]:
+def encodings_by_running(timer: LayerTimer, stores: bool) -> dict[str, Encoding]:
     """Returns by name what encoders give, which run where the module is, on the samples that were probed.
 
     Together, one by one and, if `stores`, with other random numbers.
     """
-    module, step, small = subject.module, subject.step, subject.probed
+    module, step, small = timer.module, timer.step, timer.probed
     with undisturbed(module):
         look = found_by_running(module, step, small, stores)
-        return encodings(module, step, small, subject.graph, look)
+        return encodings(module, step, small, timer.graph, look)
 
 
 def repeated_seconds(graph: LayerGraph, rounds: Rounds) -> Seconds:

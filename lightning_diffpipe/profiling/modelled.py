@@ -41,6 +41,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import quantized
 from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.sizes import layer_sizes
 from lightning_diffpipe.graph.step import Step
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling.layer_costs import Seen, assemble, encodings
@@ -343,5 +344,5 @@ def modelled(
     stored = kept_bytes({_NUM_PROBED_SAMPLES: saved})
     costs, repeated = layer_costs(graph, rounds, stored), repeated_seconds(graph, rounds)
     rate = device.bandwidth_bytes_per_s * device.efficiency["memory"]
-    profile = assemble(title, module, graph, costs, repeated, handed)
+    profile = assemble(layer_sizes(module, graph, title), graph, costs, repeated, handed)
     return replace(profile, memory_bytes_per_s=rate)

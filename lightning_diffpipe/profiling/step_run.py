@@ -121,15 +121,6 @@ def _inside_frozen_container(graph: LayerGraph, index: int) -> bool:
     )
 
 
-Pool = Callable[[Rounds], Rounds]
-"""Gives all ranks the times of all ranks; each of them calls it once, one that could not measure with `{}`."""
-
-
-def alone(rounds: Rounds) -> Rounds:
-    """Returns the pool of a rank that measures by itself."""
-    return rounds
-
-
 def summed_up(rounds: Rounds) -> Rounds:
     """Reduces runs to one step for each sample count and kind of backward: medians, layer by layer."""
     return {

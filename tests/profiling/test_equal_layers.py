@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.profiling.measure import Subject, averaged, equal_layers, measure_profile
+from lightning_diffpipe.profiling.measure import LayerTimer, averaged, equal_layers, measure_profile
 from lightning_diffpipe.profiling.step_run import StepTimes
 
 
@@ -41,7 +41,9 @@ def test_a_profile_gives_alike_layers_one_time():
     """Profiles of three runs differed by half from block to block, and stages were cut accordingly."""
     module, step, batch, graph = chain(*(nn.Linear(16, 16) for _ in range(6)))
     profile = measure_profile(
-        Subject(module, step, batch, graph, sample_counts=(4,), repeats=3, looks_at_results=False)
+        LayerTimer(
+            module, step, batch, graph, sample_counts=(4,), repeats=3, looks_at_results=False
+        )
     )
     middle = profile.backbones[0].layers[1:-1]
     assert len({layer.backward_s for layer in middle}) == 1
