@@ -16,11 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lightning_diffpipe.errors import GraphError, PartitionError
-from lightning_diffpipe.graph.layer import ContainerCall, LayerGraph, TensorKey
+from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
 from lightning_diffpipe.planning.schedule import Route, route
-
-FROZEN_SHARE = 0.1
-"""A container whose frozen layers make more than this share of its cost stays expanded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +240,3 @@ def require_hooks_within_stages(graph: LayerGraph, pieces: Cut) -> None:
                 "Register the hook inside the forward of the layer that makes the tensor, which sees all of it; or "
                 "to scale a gradient write h * s + (h * (1 - s)).detach()"
             )
-
-
-def is_mixed(graph: LayerGraph, call: ContainerCall) -> bool:
-    """Returns whether a container holds trained layers and much frozen work."""
-    layers = [graph.layers[i] for i in range(call.first, call.stop)]
-    total = sum(layer.cost_flops for layer in layers)
-    frozen = sum(layer.cost_flops for layer in layers if layer.frozen)
-    return not all(layer.frozen for layer in layers) and frozen > FROZEN_SHARE * total

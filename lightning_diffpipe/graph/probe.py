@@ -24,7 +24,7 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError, clear_variables
-from lightning_diffpipe.graph.cut import cut, is_mixed
+from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.discovery import LayerLeakError, StepProbe
 from lightning_diffpipe.graph.fakes import (
     NoCopyError,
@@ -302,7 +302,7 @@ def fold(
     expanded = graph.leaky | {
         call.name
         for call in graph.calls
-        if len(stages_in(call)) > 1 or call.draws_random or is_mixed(graph, call)
+        if len(stages_in(call)) > 1 or call.draws_random or graph.is_mixed(call)
     }
     while True:
         layers = {*graph.layer_names, *(call.name for call in graph.calls)} - expanded

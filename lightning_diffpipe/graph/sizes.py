@@ -9,12 +9,11 @@ results, operations, what crosses a cut, what is read far after it is made, whic
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Hashable, Iterable, Mapping
 
 from torch import nn
 
 from lightning_diffpipe.graph.chains import passes, without_gradient
-from lightning_diffpipe.graph.cut import is_mixed
 from lightning_diffpipe.graph.layer import ContainerCall, Layer, LayerGraph, TensorKey, Value
 from lightning_diffpipe.graph.placement import held_bytes
 from lightning_diffpipe.graph.streaming import streamable
@@ -178,5 +177,27 @@ def skips(graph: LayerGraph) -> tuple[Skip, ...]:
 def _folds(graph: LayerGraph, call: ContainerCall) -> bool:
     """Returns whether a container becomes one layer of a stage if it is within it."""
     on_path = any(not graph.layers[i].frozen for i in range(call.first, call.stop))
-    stays = call.draws_random or call.name in graph.leaky or is_mixed(graph, call)
+    stays = call.draws_random or call.name in graph.leaky or graph.is_mixed(call)
     return on_path and not stays
+
+
+def equal_layers(module: nn.Module, graph: LayerGraph) -> list[list[int]]:
+    """Groups layers that do the same work, by what the probe has seen of them."""
+    parameters = dict(module.named_parameters())
+    groups: dict[Hashable, list[int]] = {}
+    for layer in graph.layers:
+        shapes = [
+            (tuple(parameters[name].shape), name in graph.trained)
+            for name in layer.parameters
+            if name in parameters
+        ]
+        outputs = [
+            (spec.shape, spec.stride, spec.dtype, spec.requires_grad)
+            for spec in map(graph.spec, layer.tensor_keys)
+        ]
+        # The first trained layer passes no gradient on, which saves a third of its work.
+        passes_gradient = any(graph.spec(key).requires_grad for key in layer.reads)
+        kind = layer.cost_flops, layer.frozen, layer.carries_gradient, passes_gradient
+        tensors = tuple(sorted(shapes)), tuple(outputs), len(graph.stream(layer.index))
+        groups.setdefault((kind, tensors), []).append(layer.index)
+    return list(groups.values())

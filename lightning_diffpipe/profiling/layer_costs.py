@@ -14,7 +14,8 @@ reach different speeds, and small layers are bound by memory.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -36,8 +37,12 @@ from lightning_diffpipe.planning.profile import (
     ModelProfile,
     Seconds,
 )
+from lightning_diffpipe.profiling.step_run import KeptBytes, Rounds, StepTimes, typical
 
 _log = logging.getLogger(__name__)
+
+Splits = Mapping[int, Sequence[float]]
+"""By sample count: seconds of backwards in two halves; empty where a stage runs them as one."""
 
 MIN_FLOPS_PER_BYTE = 10.0
 """As `EncodingCache` has it: layers that compute less for each byte they give are not stored."""
@@ -223,6 +228,146 @@ def assemble(
         encoder = replace(encoder, layers=timed)
         encoders.append(known[encoder.name].of(encoder) if encoder.name in known else encoder)
     return replace(sizes, backbones=(backbone,), encoders=tuple(encoders))
+
+
+class MeasuredCosts(NamedTuple):
+    """Costs of the layers of a step as one rank has measured them, or several.
+
+    Attributes:
+        sizes: The profile without times.
+        graph: The layers, with types as on the device.
+        rounds: Times of steps.
+        saved: Bytes saved for the backward, by layer.
+        split_s: Times that a backward in two halves takes longer; None if that was not timed.
+        known: Results of encoders by name.
+    """
+
+    sizes: ModelProfile
+    graph: LayerGraph
+    rounds: Rounds
+    saved: Sequence[KeptBytes]
+    split_s: Seconds | None
+    known: Mapping[str, Encoding]
+
+    def profile(self) -> ModelProfile:
+        """Returns the profile with the typical times of the steps."""
+        costs = layer_costs(self.graph, self.rounds, self.saved)
+        repeated_s = repeated_seconds(self.graph, self.rounds)
+        return assemble(self.sizes, self.graph, costs, repeated_s, self.known, self.split_s)
+
+
+def forward_s(graph: LayerGraph, times: StepTimes) -> list[float]:
+    """Returns the forward seconds of every layer with its glue."""
+    seconds = [a + b for a, b in zip(times.before, times.inside, strict=True)]
+    following: dict[int, int | None] = {}  # the next layer of the path
+    upcoming: int | None = None
+    for layer in reversed(graph.layers):
+        upcoming = upcoming if layer.frozen else layer.index
+        following[layer.index] = upcoming
+    for index in graph.frozen:
+        reader = following[index]
+        if reader is not None and not _inside_frozen_container(graph, index):
+            seconds[reader] += times.before[index]
+    seconds[graph.path[-1]] += times.tail
+    return seconds
+
+
+def repeated_s(graph: LayerGraph, times: StepTimes) -> float:
+    """Returns the seconds of the glue before the first layer of the path, which every stage runs."""
+    return sum(
+        times.before[index]
+        for index in range(graph.path[0] + 1)
+        if not _inside_frozen_container(graph, index)
+    )
+
+
+def backward_s(graph: LayerGraph, times: StepTimes) -> list[float]:
+    """Returns the backward seconds of every layer with its glue."""
+    seconds = list(times.backward)
+    seconds[graph.path[-1]] += times.backward_tail
+    return seconds
+
+
+def _inside_frozen_container(graph: LayerGraph, index: int) -> bool:
+    """Returns whether layer `index` and the one before it are in one container of frozen layers only."""
+    return any(
+        call.first < index < call.stop
+        and all(graph.layers[i].frozen for i in range(call.first, call.stop))
+        for call in graph.calls
+    )
+
+
+def repeated_seconds(graph: LayerGraph, rounds: Rounds) -> Seconds:
+    """Returns the median of the glue that every stage runs, by sample count."""
+    return Seconds.of(
+        {
+            count: statistics.median(repeated_s(graph, times) for times in (*whole, *inputs))
+            for count, (whole, inputs) in rounds.items()
+        }
+    )
+
+
+def split_seconds(rounds: Rounds, splits: Splits) -> Seconds | None:
+    """Returns what a backward in two halves takes longer than the whole one; `None` if it was not timed."""
+    added: dict[int, float] = {}
+    for count, seconds in splits.items():
+        if seconds:
+            whole_s = statistics.median(sum(t.backward) + t.backward_tail for t in rounds[count][0])
+            added[count] = max(statistics.median(seconds) - whole_s, 0.0)
+    return Seconds.of(added) if added else None
+
+
+def layer_costs(
+    graph: LayerGraph, rounds: Rounds, saved: Sequence[KeptBytes]
+) -> dict[int, LayerCost]:
+    """Returns typical times of every layer."""
+    forward: dict[int, list[float]] = {}
+    backward: dict[int, list[float]] = {}
+    inputs: dict[int, list[float]] = {}
+    for count, (whole, without_weights) in rounds.items():
+        forward[count] = typical([forward_s(graph, t) for t in (*whole, *without_weights)])
+        backward[count] = typical([backward_s(graph, t) for t in whole])
+        # Of a trained layer without such times half of the backward is for its weights.
+        halves = [seconds / 2 for seconds in backward[count]]
+        timed = [backward_s(graph, t) for t in without_weights]
+        inputs[count] = typical(timed) if timed else halves
+    costs = {}
+    for layer in graph.layers:
+        i = layer.index
+        trains = bool(layer.parameters & graph.trained)
+        weights = {n: max(backward[n][i] - inputs[n][i], 0.0) * trains for n in rounds}
+        costs[i] = LayerCost(
+            Seconds.of({n: forward[n][i] for n in rounds}),
+            Seconds.of({n: backward[n][i] for n in rounds}),
+            Seconds.of(weights),
+            *map(round, saved[i]),
+        )
+    return costs
+
+
+def evened(rounds: Rounds, groups: Sequence[Sequence[int]]) -> Rounds:
+    """Gives all layers of a group their mean time in each step; see `averaged`."""
+    return {
+        count: ([averaged(t, groups) for t in whole], [averaged(t, groups) for t in inputs])
+        for count, (whole, inputs) in rounds.items()
+    }
+
+
+def averaged(times: StepTimes, groups: Sequence[Sequence[int]]) -> StepTimes:
+    """Gives all layers of a group their mean time in a step.
+
+    Example:
+        >>> times = StepTimes((0, 0, 0), (3.0, 5.0, 1.0), 0, (6.0, 8.0, 2.0), 0)
+        >>> averaged(times, [[0, 1], [2]]).inside
+        (4.0, 4.0, 1.0)
+    """
+    inside, backward = list(times.inside), list(times.backward)
+    for group in groups:
+        for seconds in (inside, backward):
+            mean = statistics.fmean(seconds[index] for index in group)
+            for index in group:
+                seconds[index] = mean
+    return replace(times, inside=tuple(inside), backward=tuple(backward))
 
 
 # Only ratios matter without links; this makes the seconds of a profile plausible on one CPU core.

@@ -22,11 +22,11 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -38,16 +38,18 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import held_bytes, is_quantized_later
 from lightning_diffpipe.graph.probe import reprobe
-from lightning_diffpipe.graph.sizes import layer_sizes
+from lightning_diffpipe.graph.sizes import equal_layers, layer_sizes
 from lightning_diffpipe.graph.step import Step, StepCall, count_samples, take_samples
 from lightning_diffpipe.host_memory import trim
-from lightning_diffpipe.planning.profile import ModelProfile, Seconds
+from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling.layer_costs import (
     Encoding,
-    LayerCost,
-    assemble,
+    MeasuredCosts,
+    Splits,
     encodings,
+    evened,
     found_by_running,
+    split_seconds,
 )
 from lightning_diffpipe.profiling.state import (
     current,
@@ -64,21 +66,14 @@ from lightning_diffpipe.profiling.step_run import (
     Rounds,
     StepRun,
     StepTimes,
-    backward_s,
-    forward_s,
     kept_bytes,
-    repeated_s,
     saved_bytes,
-    typical,
 )
 
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 """`progress(what, share)`: what is being done, and how much of all is done, 0 to 1."""
-
-Splits = Mapping[int, Sequence[float]]
-"""By sample count: seconds of backwards in two halves; empty where a stage runs them as one."""
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 30
 _NOISE = 0.05  # where runs differ by less, as on a device of one's own, a few are enough
@@ -365,32 +360,6 @@ def give_back(device: torch.device) -> None:
         trim()
 
 
-class MeasuredCosts(NamedTuple):
-    """Costs of the layers of a step as one rank has measured them, or several.
-
-    Attributes:
-        sizes: The profile without times.
-        graph: The layers, with types as on the device.
-        rounds: Times of steps.
-        saved: Bytes saved for the backward, by layer.
-        split_s: Times that a backward in two halves takes longer; None if that was not timed.
-        known: Results of encoders by name.
-    """
-
-    sizes: ModelProfile
-    graph: LayerGraph
-    rounds: Rounds
-    saved: Sequence[KeptBytes]
-    split_s: Seconds | None
-    known: Mapping[str, Encoding]
-
-    def profile(self) -> ModelProfile:
-        """Returns the profile with the typical times of the steps."""
-        costs = layer_costs(self.graph, self.rounds, self.saved)
-        repeated_s = repeated_seconds(self.graph, self.rounds)
-        return assemble(self.sizes, self.graph, costs, repeated_s, self.known, self.split_s)
-
-
 def measure_profile(timer: LayerTimer) -> ModelProfile:
     """Measures what the layers of a step cost on this rank; see `measure_costs`."""
     return measure_costs(timer).profile()
@@ -413,33 +382,28 @@ def measure_costs(timer: LayerTimer) -> MeasuredCosts:
         )
     try:
         with current(timer.place):
-            rounds, saved, split_s, known = _measured(timer)
+            with undisturbed(timer.module):
+                rounds, saved, splits = timer.run()
+                known = _encodings_of_device(timer) if timer.looks_at_results else {}
             graph = graph_of_device(timer)
     finally:
         give_back(timer.place)
-    sizes = layer_sizes(timer.module, graph, timer.name)
-    return MeasuredCosts(sizes, graph, rounds, saved, split_s, known)
+    sizes, alike = (
+        layer_sizes(timer.module, graph, timer.name),
+        equal_layers(timer.module, timer.graph),
+    )
+    split_s = split_seconds(rounds, splits)
+    return MeasuredCosts(sizes, graph, evened(rounds, alike), saved, split_s, known)
 
 
-def _measured(
-    timer: LayerTimer,
-) -> tuple[Rounds, list[KeptBytes], Seconds | None, dict[str, Encoding]]:
-    module, step, graph, by_encoder = timer.module, timer.step, timer.graph, {}
-    with undisturbed(module):
-        rounds, saved, splits = timer.run()
-        if timer.looks_at_results and not timer.fits:
-            by_encoder = encodings(module, step, timer.probed, graph)
-        elif timer.looks_at_results:  # and whether they can be stored, and split
-            with placed(module, timer.place):
-                small = tree_to(timer.probed, timer.place)
-                look = found_by_running(module, step, small)
-                by_encoder = encodings(module, step, small, graph, look)
-    split, groups = split_seconds(rounds, splits), equal_layers(graph, module)
-    even = {
-        count: ([averaged(t, groups) for t in whole], [averaged(t, groups) for t in inputs])
-        for count, (whole, inputs) in rounds.items()
-    }
-    return even, saved, split, by_encoder
+def _encodings_of_device(timer: LayerTimer) -> dict[str, Encoding]:
+    """Returns results of encoders by name, and where the module fits whether they can be stored, and split."""
+    module, step, graph = timer.module, timer.step, timer.graph
+    if not timer.fits:
+        return encodings(module, step, timer.probed, graph)
+    with placed(module, timer.place):
+        small = tree_to(timer.probed, timer.place)
+        return encodings(module, step, small, graph, found_by_running(module, step, small))
 
 
 def graph_of_device(timer: LayerTimer) -> LayerGraph:
@@ -460,90 +424,3 @@ def encodings_by_running(timer: LayerTimer, stores: bool) -> dict[str, Encoding]
     with undisturbed(module):
         look = found_by_running(module, step, small, stores)
         return encodings(module, step, small, timer.graph, look)
-
-
-def repeated_seconds(graph: LayerGraph, rounds: Rounds) -> Seconds:
-    """Returns the median of the glue that every stage runs, by sample count."""
-    return Seconds.of(
-        {
-            count: statistics.median(repeated_s(graph, times) for times in (*whole, *inputs))
-            for count, (whole, inputs) in rounds.items()
-        }
-    )
-
-
-def split_seconds(rounds: Rounds, splits: Splits) -> Seconds | None:
-    """Returns what a backward in two halves takes longer than the whole one; `None` if it was not timed."""
-    added: dict[int, float] = {}
-    for count, seconds in splits.items():
-        if seconds:
-            whole_s = statistics.median(sum(t.backward) + t.backward_tail for t in rounds[count][0])
-            added[count] = max(statistics.median(seconds) - whole_s, 0.0)
-    return Seconds.of(added) if added else None
-
-
-def layer_costs(
-    graph: LayerGraph, rounds: Rounds, saved: Sequence[KeptBytes]
-) -> dict[int, LayerCost]:
-    """Returns typical times of every layer."""
-    forward: dict[int, list[float]] = {}
-    backward: dict[int, list[float]] = {}
-    inputs: dict[int, list[float]] = {}
-    for count, (whole, without_weights) in rounds.items():
-        forward[count] = typical([forward_s(graph, t) for t in (*whole, *without_weights)])
-        backward[count] = typical([backward_s(graph, t) for t in whole])
-        # Of a trained layer without such times half of the backward is for its weights.
-        halves = [seconds / 2 for seconds in backward[count]]
-        timed = [backward_s(graph, t) for t in without_weights]
-        inputs[count] = typical(timed) if timed else halves
-    costs = {}
-    for layer in graph.layers:
-        i = layer.index
-        trains = bool(layer.parameters & graph.trained)
-        weights = {n: max(backward[n][i] - inputs[n][i], 0.0) * trains for n in rounds}
-        costs[i] = LayerCost(
-            Seconds.of({n: forward[n][i] for n in rounds}),
-            Seconds.of({n: backward[n][i] for n in rounds}),
-            Seconds.of(weights),
-            *map(round, saved[i]),
-        )
-    return costs
-
-
-def equal_layers(graph: LayerGraph, module: nn.Module) -> list[list[int]]:
-    """Groups layers that do the same work, by what the probe has seen of them."""
-    parameters = dict(module.named_parameters())
-    groups: dict[Hashable, list[int]] = {}
-    for layer in graph.layers:
-        shapes = [
-            (tuple(parameters[name].shape), name in graph.trained)
-            for name in layer.parameters
-            if name in parameters
-        ]
-        outputs = [
-            (spec.shape, spec.stride, spec.dtype, spec.requires_grad)
-            for spec in map(graph.spec, layer.tensor_keys)
-        ]
-        # The first trained layer passes no gradient on, which saves a third of its work.
-        passes_gradient = any(graph.spec(key).requires_grad for key in layer.reads)
-        kind = layer.cost_flops, layer.frozen, layer.carries_gradient, passes_gradient
-        tensors = tuple(sorted(shapes)), tuple(outputs), len(graph.stream(layer.index))
-        groups.setdefault((kind, tensors), []).append(layer.index)
-    return list(groups.values())
-
-
-def averaged(times: StepTimes, groups: Sequence[Sequence[int]]) -> StepTimes:
-    """Gives all layers of a group their mean time in a step.
-
-    Example:
-        >>> times = StepTimes((0, 0, 0), (3.0, 5.0, 1.0), 0, (6.0, 8.0, 2.0), 0)
-        >>> averaged(times, [[0, 1], [2]]).inside
-        (4.0, 4.0, 1.0)
-    """
-    inside, backward = list(times.inside), list(times.backward)
-    for group in groups:
-        for seconds in (inside, backward):
-            mean = statistics.fmean(seconds[index] for index in group)
-            for index in group:
-                seconds[index] = mean
-    return replace(times, inside=tuple(inside), backward=tuple(backward))

@@ -29,7 +29,6 @@ from lightning_diffpipe.errors import (
     PlanError,
     raised_by_all,
 )
-from lightning_diffpipe.graph.chains import Chains
 from lightning_diffpipe.graph.probed_step import ProbedStep
 from lightning_diffpipe.host_memory import available_bytes
 from lightning_diffpipe.planning.cluster import Cluster
@@ -237,16 +236,6 @@ def _of_rank_0(answer: Any, process: Process, world: ProcessGroup | None) -> Any
         with raised_by_all():
             raise answer
     return answer
-
-
-def require_chains(chains: Chains, options: PipelineOptions) -> None:
-    """Refuses to run one backbone in opposite directions."""
-    spec = SCHEDULES.get(options.schedule)
-    if options.plan is None and spec and spec.opposite and len(chains.starts) == 1:
-        raise ConfigurationError(
-            f"schedule={options.schedule} runs backbones in opposite directions that know nothing of each other, "
-            f"but in this step {chains.joined_by}"
-        )
 
 
 def _make_plan(

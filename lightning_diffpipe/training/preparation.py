@@ -45,9 +45,12 @@ from lightning_diffpipe.training.plan_source import (
     basis_of,
     plan_of_rank_0,
     planned_layers,
-    require_chains,
 )
-from lightning_diffpipe.training.refusals import refuse_untrainable, warn_of_whole_compiled
+from lightning_diffpipe.training.refusals import (
+    refuse_one_chain,
+    refuse_untrainable,
+    warn_of_whole_compiled,
+)
 
 _log = logging.getLogger(__name__)
 _TOLD_S = 0.05
@@ -120,7 +123,7 @@ def _probed_and_planned(
             probed = on_all_ranks(probe_all, world)
         with raised_by_all():
             require_equal(probed.graph.digest, world)
-            require_chains(probed.chains, options)
+            refuse_one_chain(probed.chains, options)
     warn_of_whole_compiled(module, probed.graph)
     with bar(shows, "timing layers and links, and planning", stays=False) as report:
         basis = basis_of(probed, options, process, world, report)

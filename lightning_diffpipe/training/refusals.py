@@ -47,6 +47,7 @@ from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.runtime.optimizer_offload import may_be_offloaded
 from lightning_diffpipe.runtime.optimizer_sharding import (
     may_be_divided,
@@ -55,6 +56,7 @@ from lightning_diffpipe.runtime.optimizer_sharding import (
     with_wrapped,
 )
 from lightning_diffpipe.training.patching import patched
+from lightning_diffpipe.training.plan_source import PipelineOptions
 
 _log = logging.getLogger(__name__)
 
@@ -358,6 +360,16 @@ def warn_of_outputs(out: Any) -> bool:
             "they need"
         )
     return bool(further)
+
+
+def refuse_one_chain(chains: Chains, options: PipelineOptions) -> None:
+    """Refuses to run one backbone in opposite directions."""
+    spec = SCHEDULES.get(options.schedule)
+    if options.plan is None and spec and spec.opposite and len(chains.starts) == 1:
+        raise ConfigurationError(
+            f"schedule={options.schedule} runs backbones in opposite directions that know nothing of each other, "
+            f"but in this step {chains.joined_by}"
+        )
 
 
 def refuse_joined_chains(plan: PipelinePlan, chains: Chains) -> None:
