@@ -457,12 +457,12 @@ def encoded_first(profile: ModelProfile) -> ModelProfile:
     return replace(profile, encoders=tuple(map(stored_first, profile.encoders)))
 
 
-def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
+def joined(profile: ModelProfile, opposite: bool = False) -> ModelProfile:
     """Makes a profile of one backbone that has the layers of all, one after the other.
 
-    With `apart` backbones stay chains of their own, whose stages are on the same ranks: nothing crosses from one to
-    the next, and `BackboneProfile.chains` names them. Else what the loss reads of a backbone crosses the cuts of
-    all later ones.
+    Where they run in opposite directions they stay chains of their own, whose stages are on the same ranks: nothing
+    crosses from one to the next, and `BackboneProfile.chains` names them. Else what the loss reads of a backbone
+    crosses the cuts of all later ones.
     """
     if len(profile.backbones) == 1:
         return profile
@@ -474,20 +474,22 @@ def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
         chains.append((backbone.name, start))
         for layer in backbone.layers:
             across = layer.boundary_bytes_per_sample + passing
-            if apart and layer is backbone.layers[-1]:
+            if opposite and layer is backbone.layers[-1]:
                 across = 0
             layers.append(replace(layer, boundary_bytes_per_sample=across))
         # The loss, a reader after the last layer, comes after those of all backbones.
-        joined_at = lambda at, by=start, stop=num_layers: by + at if at < stop or apart else total
+        joined_at = lambda at, by=start, stop=num_layers: (
+            by + at if at < stop or opposite else total
+        )
         skips += [skip.moved(joined_at) for skip in backbone.skips]
-        passing += 0 if apart else backbone.layers[-1].boundary_bytes_per_sample
+        passing += 0 if opposite else backbone.layers[-1].boundary_bytes_per_sample
     whole = BackboneProfile(
         "+".join(b.name for b in profile.backbones),
         tuple(layers),
         next((b.repeated_s for b in profile.backbones if b.repeated_s), None),
         Seconds.sum(split_s) if split_s else None,
         tuple(sorted(skips, key=lambda skip: (skip.bytes_per_sample, skip.made))),
-        chains=tuple(chains) if apart else (),
+        chains=tuple(chains) if opposite else (),
     )
     return replace(profile, backbones=(whole,))
 

@@ -137,7 +137,7 @@ def _within_memory(
         if plans and fits(best := min(plans, key=_with_effort), cluster):
             return [best]
     if options.shard_optimizer == "auto" and some_share_stages(model, options):
-        choices += [replace(wishes, shard_optimizer=True) for wishes in choices]
+        choices += [replace(narrowed, shard_optimizer=True) for narrowed in choices]
     recomputing = _Savings(_may_recompute(profile, options))
     may_stream = options.streaming == "auto" and options.checkpointing != "none"
     streaming = recomputing._replace(streamed=streamable(profile) if may_stream else frozenset())
@@ -146,15 +146,15 @@ def _within_memory(
     offload = offload_choices(model, options)
 
     def tries(where: str, ways: Sequence[Plans]) -> list[tuple[PlanOptions, Plans]]:
-        wishes = [replace(each, optimizer_offload=where) for each in choices if where in offload]
-        return list(itertools.product(wishes, ways))
+        narrowed = [replace(each, optimizer_offload=where) for each in choices if where in offload]
+        return list(itertools.product(narrowed, ways))
 
     plans = list[PipelinePlan]()
     either = tries("all", first) + tries("none", last)
     for ways in (tries("none", first), either, tries("all", last)):
-        for wishes, find in () if plans else ways:
+        for narrowed, find in () if plans else ways:
             best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
-            candidates = find(profile, cluster, wishes, best_s, until_s)
+            candidates = find(profile, cluster, narrowed, best_s, until_s)
             plans += [plan for plan in candidates if _fits_hosts(plan, cluster)]
     return plans
 
@@ -202,8 +202,8 @@ def _saving_where_needed(
     model = CostModel.of(with_all, cluster, options)
     for count in sorted({shape.num_stages for shape in shapes(model, options)}):
         best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
-        wishes = replace(options, num_stages=count)
-        plans += _saving_less(profile, cluster, wishes, best_s * (1 + slowdown), until_s, most)
+        narrowed = replace(options, num_stages=count)
+        plans += _saving_less(profile, cluster, narrowed, best_s * (1 + slowdown), until_s, most)
     return [plan for plan in plans if plan.planned.iteration_s < below_s]
 
 
@@ -291,7 +291,7 @@ def _as_searched(profile: ModelProfile, options: PlanOptions) -> tuple[ModelProf
             f"schedule={options.schedule} runs several backbones in opposite directions, and profile "
             f"{profile.name!r} has one ({profile.backbones[0].name}); use schedule=1f1b, or schedule=auto"
         )
-    profile = joined(profile, apart=opposite)
+    profile = joined(profile, opposite=opposite)
     if options.encode_first:
         if not any(any(encoder.stored_first) for encoder in profile.encoders):
             names = ", ".join(encoder.name for encoder in profile.encoders) or "it has none"
@@ -329,9 +329,9 @@ def _of_either_kind(
     opposite = [spec.name for spec in SCHEDULES.values() if spec.auto and spec.opposite]
     tries = [(chained, "auto"), *((profile, name) for name in opposite)]
     for what, schedule in tries:
-        wish = replace(options, schedule=schedule)
+        narrowed = replace(options, schedule=schedule)
         try:
-            plans.append(find_plan(what, cluster, wish, below_s, within_s / len(tries)))
+            plans.append(find_plan(what, cluster, narrowed, below_s, within_s / len(tries)))
         except DiffPipeError as error:
             failed.append(error)
     if not plans:

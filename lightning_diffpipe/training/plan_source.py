@@ -34,7 +34,7 @@ from lightning_diffpipe.host_memory import available_bytes
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.codec import LARGEST
 from lightning_diffpipe.planning.options import PlanOptions, ranks_of_pipeline
-from lightning_diffpipe.planning.plan import PipelinePlan, check_wishes
+from lightning_diffpipe.planning.plan import PipelinePlan, check_options
 from lightning_diffpipe.planning.profile import ModelProfile, of_step
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
@@ -140,7 +140,7 @@ class PipelineOptions:
                 f"{num_ranks}, more ranks, or schedule=interleaved, which gives each several stages"
             )
 
-    def pipelines_beside(self, world_size: int) -> int:
+    def num_pipelines(self, world_size: int) -> int:
         """Pipelines side by side: what is left over when a pipeline's size is given, else one.
 
         The batch of the data loader is one pipeline's, so this cannot be left to the search.
@@ -251,24 +251,24 @@ def _make_plan(
                 "callbacks=cached callbacks.encoding_cache.encode_first=true, or plan again without it"
             )
         num_pipelines = process.world_size // plan.ranks_per_pipeline
-        check_wishes(plan, options.plan_options(1, options.data_parallel), num_pipelines)
+        check_options(plan, options.plan_options(1, options.data_parallel), num_pipelines)
         return plan
     assert basis is not None
     profile, cluster = basis.profile, basis.cluster
     if process.device.type == "cuda" and cluster.host_memory_bytes is None:  # else nothing moves
         free = int(min(available_bytes(), LARGEST))
         cluster = replace(cluster, host_memory_bytes=free)
-    data_parallel = options.pipelines_beside(process.world_size)
-    wishes = options.plan_options(batch_size * data_parallel, data_parallel)
-    plan, most = find_plan(profile, cluster, wishes), batch_size // probed.least_samples
+    data_parallel = options.num_pipelines(process.world_size)
+    asked = options.plan_options(batch_size * data_parallel, data_parallel)
+    plan, most = find_plan(profile, cluster, asked), batch_size // probed.least_samples
     if plan.num_microbatches <= most:
         return plan
-    if wishes.num_microbatches != "auto":
+    if asked.num_microbatches != "auto":
         raise ConfigurationError(
-            f"num_microbatches={wishes.num_microbatches} leaves microbatches with one of the {batch_size} samples, "
+            f"num_microbatches={asked.num_microbatches} leaves microbatches with one of the {batch_size} samples, "
             f"but batch norms in training mode need two. Use at most {most}, larger batches, or nn.GroupNorm"
         )
-    return find_plan(profile, cluster, replace(wishes, num_microbatches=most))
+    return find_plan(profile, cluster, replace(asked, num_microbatches=most))
 
 
 def planned_pipelines(options: PipelineOptions, world_size: int) -> int:
@@ -276,7 +276,7 @@ def planned_pipelines(options: PipelineOptions, world_size: int) -> int:
     try:
         if options.plan is not None:
             return max(world_size // _read_plan(options.plan).ranks_per_pipeline, 1)
-        return options.pipelines_beside(world_size)
+        return options.num_pipelines(world_size)
     except (DiffPipeError, OSError):
         return 1
 

@@ -139,7 +139,7 @@ def explain(
 
 def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> PipelinePlan:
     """Returns the plan's stages with these costs, or the plan itself where both promise the same step."""
-    profile = joined(profile, apart=plan.num_backbones > 1)
+    profile = joined(profile, opposite=plan.num_backbones > 1)
     names, what = [layer.name for layer in profile.layers], f"profile {profile.name!r}"
     remedy = "use the profile that the plan was made from, or one of the same layers"
     check_layers(plan, names, what, remedy)

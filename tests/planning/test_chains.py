@@ -107,7 +107,7 @@ def test_backbones_come_apart_as_they_were_joined():
     assert whole.backbones[0].skips == (Skip(2, 0, (2,)), Skip(3, 4, (8, 10)))
     assert separated(whole, (0, 4)) == both
     assert separated(whole, (0,)) == whole
-    apart = joined(both, apart=True).backbones[0]
+    apart = joined(both, opposite=True).backbones[0]
     assert [x.boundary_bytes_per_sample for x in apart.layers] == [4, 4, 4, 0, 6, 6, 6, 6, 6, 0]
     plan = find_plan(both, cluster, PlanOptions(4, schedule="bidirectional", num_microbatches=2))
     at_cuts = [plan.costs.activation_s[stage][0] for stage in range(4)]
