@@ -141,21 +141,30 @@ def _within_memory(
     recomputing = _Savings(_may_recompute(profile, options))
     may_stream = options.streaming == "auto" and options.checkpointing != "none"
     streaming = recomputing._replace(streamed=streamable(profile) if may_stream else frozenset())
-    first: Sequence[Plans] = [_plans, partial(_saving_where_needed, most=recomputing)]
-    last = [partial(_saving_where_needed, most=streaming)] if streaming.streamed else []
+    on_device: Sequence[Plans] = [_plans, partial(_saving_where_needed, most=recomputing)]
+    from_host = [partial(_saving_where_needed, most=streaming)] if streaming.streamed else []
     offload = offload_choices(model, options)
 
-    def tries(where: str, ways: Sequence[Plans]) -> list[tuple[PlanOptions, Plans]]:
-        narrowed = [replace(each, optimizer_offload=where) for each in choices if where in offload]
-        return list(itertools.product(narrowed, ways))
+    def attempts(states: str, searches: Sequence[Plans]) -> list[tuple[PlanOptions, Plans]]:
+        """Returns options and searches to try with optimizer states offloaded ("all") or not ("none")."""
+        if states not in offload:
+            return []
+        narrowed = [replace(choice, optimizer_offload=states) for choice in choices]
+        return list(itertools.product(narrowed, searches))
 
     plans = list[PipelinePlan]()
-    either = tries("all", first) + tries("none", last)
-    for ways in (tries("none", first), either, tries("all", last)):
-        for narrowed, find in () if plans else ways:
+    # What costs least time comes first; the next level is tried where nothing of this one fits.
+    for level in (
+        attempts("none", on_device),
+        attempts("all", on_device) + attempts("none", from_host),
+        attempts("all", from_host),
+    ):
+        for narrowed, search in level:
             best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
-            candidates = find(profile, cluster, narrowed, best_s, until_s)
+            candidates = search(profile, cluster, narrowed, best_s, until_s)
             plans += [plan for plan in candidates if _fits_hosts(plan, cluster)]
+        if plans:
+            break
     return plans
 
 

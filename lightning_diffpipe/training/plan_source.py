@@ -327,7 +327,7 @@ def _cluster(options: PipelineOptions, process: Process, world: ProcessGroup | N
         if cluster.memory_bytes is not None:
             return cluster
         return with_memory(cluster, world, process.device)
-    if options.plan is not None or options.profile == "flops":
+    if options.profile == "flops":
         return with_memory(Cluster(process.world_size), world, process.device)
     if process.world_size == 1:
         return measure_cluster(None, process.device)
