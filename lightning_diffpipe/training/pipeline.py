@@ -286,7 +286,7 @@ class Pipeline:
             yield
 
     @contextlib.contextmanager
-    def apart(self) -> Generator[None, None, None]:
+    def alone(self) -> Generator[None, None, None]:
         """Lets this rank, within `relayed`, call layers by itself, with the parameters that it has."""
         run = self._interception.current()
         assert isinstance(run, RelayRun), "ranks are not in lock step"
