@@ -136,9 +136,9 @@ class LayerProfile:
         streamable_bytes: Bytes of those of its parameters that are frozen, and that nothing else reads.
         largest_gradient_bytes: Bytes of the largest of its gradients; 0 if unknown.
         uncheckpointed: The layer as it is without activation checkpointing, where the backward recomputes its
-            activations; see `recomputation.py`.
+            activations; see `savings.py`.
         streamed_bytes: Bytes of its parameters that are copied from host memory for each run, and do not count as
-            `parameter_bytes`; see `streaming.py`.
+            `parameter_bytes`; see `savings.py`.
     """
 
     name: str

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -20,14 +20,17 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.cut_search import Search, fastest, fits
 from lightning_diffpipe.planning.evaluation import UNFILLED_SHARE, Evaluator, Proposal, preference
+from lightning_diffpipe.planning.memory import Waiting
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile, encoded_first, joined
 from lightning_diffpipe.planning.proposals import shapes
-from lightning_diffpipe.planning.recomputation import (
+from lightning_diffpipe.planning.savings import (
     checkpointed,
     recomputable,
-    recomputed_where_needed,
+    streamable,
+    streamed,
+    streamed_where_needed,
 )
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.shortage import (
@@ -38,7 +41,6 @@ from lightning_diffpipe.planning.shortage import (
     offload_choices,
     some_share_stages,
 )
-from lightning_diffpipe.planning.streaming import streamable, streamed, streamed_where_needed
 
 WORTH_FILLING = 1e-3
 """Share of the step that filling has to gain; for less nothing is encoded early."""
@@ -289,7 +291,60 @@ def _needed(
         evaluator = _evaluator(profile, cluster, options, savings)
         plan = evaluator.plan(proposal)
     peaks = plan.planned.peak_memory_bytes
-    return savings._replace(recomputed=recomputed_where_needed(evaluator, proposal, peaks))
+    return savings._replace(recomputed=_recomputed_where_needed(evaluator, proposal, peaks))
+
+
+def _recomputed_where_needed(
+    evaluator: Evaluator, proposal: Proposal, peak_memory_bytes: Collection[int]
+) -> frozenset[int]:
+    """Returns positions of the layers whose recomputation makes the cuts fit.
+
+    The evaluator's profile, and the memory of every rank, are those with all layers recomputed that may be.
+    """
+    cluster, pipeline = evaluator.model.cluster, evaluator.frame(proposal).pipeline
+    count = len(peak_memory_bytes)
+    limits = [cluster.memory_of(rank, count) or 0 for rank in range(count)]
+    size, layers = max(proposal.shape.sizes), evaluator.calls.backbone.layers
+    # By rank and recomputed layer: the bytes of activations that are stored if it is not, and while it is.
+    stored: list[dict[int, tuple[float, float]]] = [{} for _ in peak_memory_bytes]
+    s_per_byte: dict[int, float] = {}
+    for stage, run in enumerate(evaluator.runs(proposal)):
+        for position in range(run.first, run.stop):
+            if (whole := layers[position].uncheckpointed) is None:
+                continue
+            for rank in pipeline.placement.stage_ranks[stage]:
+                waiting = pipeline.peak(rank)[stage]
+                single = Waiting(waiting.samples / max(waiting.microbatches, 1), 1)
+                more = _stored_bytes(whole, waiting) - _stored_bytes(layers[position], waiting)
+                stored[rank][position] = more, _stored_bytes(whole, single)
+            # A streamed layer stays recomputed: its backward needs weights that are copied again.
+            if layers[position].streamed_bytes:
+                continue
+            most = max(savings[position][0] for savings in stored if position in savings)
+            s_per_byte[position] = whole.forward_s.at(size) / max(most, 1.0)
+    room = [
+        limit - peak + _largest_bytes(savings)
+        for limit, peak, savings in zip(limits, peak_memory_bytes, stored, strict=True)
+    ]
+    # Layers whose recomputation costs most time for the bytes it frees are the first to be stored.
+    for position in sorted(s_per_byte, key=lambda each: (-s_per_byte[each], each)):
+        ranks = [rank for rank, savings in enumerate(stored) if position in savings]
+        rest = {r: {k: v for k, v in stored[r].items() if k != position} for r in ranks}
+        if all(room[r] - stored[r][position][0] >= _largest_bytes(rest[r]) for r in ranks):
+            for rank in ranks:
+                room[rank] -= stored[rank][position][0]
+                stored[rank] = rest[rank]
+    return frozenset(position for savings in stored for position in savings)
+
+
+def _largest_bytes(stored: Mapping[int, tuple[float, float]]) -> float:
+    """Returns most bytes of activations that a rank recomputes at a time."""
+    return max((again for _, again in stored.values()), default=0.0)
+
+
+def _stored_bytes(layer: LayerProfile, waiting: Waiting) -> float:
+    of_samples = waiting.samples * layer.activation_bytes_per_sample
+    return of_samples + waiting.microbatches * layer.activation_bytes_per_microbatch
 
 
 def _as_searched(profile: ModelProfile, options: PlanOptions) -> tuple[ModelProfile, PlanOptions]:

@@ -34,8 +34,7 @@ from lightning_diffpipe.planning.proposals import (
     replicas_of,
     shapes,
 )
-from lightning_diffpipe.planning.recomputation import checkpointed, recomputable
-from lightning_diffpipe.planning.streaming import streamable, streamed
+from lightning_diffpipe.planning.savings import checkpointed, recomputable, streamable, streamed
 
 REMEDY_S = 5.0
 """Seconds spent on each option that might help where no plan fits."""

@@ -25,10 +25,9 @@ from lightning_diffpipe.planning.profile import (
     encoded_first,
     joined,
 )
-from lightning_diffpipe.planning.recomputation import checkpointed
+from lightning_diffpipe.planning.savings import checkpointed, streamed
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.planning.streaming import streamed
 from lightning_diffpipe.viewing.text import count_of, percent, seconds, size
 
 BEST = "the best of all plans"
