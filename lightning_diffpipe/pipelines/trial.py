@@ -58,7 +58,7 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
     needs_image = step.needs_image
     for of_references, one_time, arguments in itertools.product(ways, (False, True), step.unguided):
         step.arguments |= arguments
-        step.time, step.places = None, ()
+        step.time, step.places, step.mixes_image = None, (), False
         step.reads_references, step.needs_image = of_references, needs_image or of_references
         try:
             with torch.no_grad():
@@ -431,10 +431,13 @@ class Trial:
         inserted = [length for length, axis in zip(shift.shape, axes, strict=True) if axis is None]
         if any(n > 1 for n in inserted) or not (_is_per_channel(scale) and _is_per_channel(shift)):
             if self._step.animates and not torch.allclose(self._of_darker_image(num_given), shift):
+                if not self._step.mixes_image:
+                    self._step.mixes_image = True
+                    return self.tail()
                 raise ConfigurationError(
-                    f"{self._step.name} mixes the image that it animates into the noise that it starts from, which "
-                    "is no part of a step of training; train its denoiser with a LightningModule whose "
-                    "training_step calls it"
+                    f"{self._step.name} mixes the image that it animates into the noise that it starts from, and not "
+                    "in the method that draws it, so that training cannot start from noisy videos alone; train its "
+                    "denoiser with a LightningModule whose training_step calls it"
                 ) from refusal
             raise refusal
         frames_apart = axes[0] is not None

@@ -148,6 +148,26 @@ def clip_vision(_: Path) -> nn.Module:
     return transformers.CLIPVisionModel(config)
 
 
+def llava(_: Path) -> nn.Module:
+    """A decoder that sees images of 28 pixels as four tokens each, in the place of token 300."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=28,
+        patch_size=14,
+    )  # fmt: skip
+    text = transformers.LlamaConfig(**LANGUAGE | dict(vocab_size=400, num_hidden_layers=3))
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=300, pad_token_id=0
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def tokenizer_of_headers(_: Path) -> Any:
+    """Reads bytes, and where a role's header ends."""
+    tokenizer = long_tokenizer(_)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end_header_id|>"]})
+    return tokenizer
+
+
 def levels(kind: str, count: int = 4, width: int = 8) -> dict[str, Any]:
     """Blocks of a video autoencoder, by the prefix of their names."""
     return {
@@ -313,6 +333,22 @@ LTX = with_denoiser(
     "LTXVideoTransformer3DModel", caption_channels=16,
 )  # fmt: skip
 
+CLIP_IMAGES = {
+    "image_processor": of(
+        transformers.CLIPImageProcessor,
+        size={"shortest_edge": 28},
+        crop_size={"height": 28, "width": 28},
+    )
+}
+HUNYUAN_VIDEO_FROM_IMAGE: Parts = (
+    HUNYUAN_VIDEO_VAE | FLOW | CLIP77_2 | CLIP_IMAGES
+    | {"text_encoder": llava, "tokenizer": tokenizer_of_headers}
+)  # fmt: skip
+SEEN = {
+    "template": "s<|end_header_id|><extra_id_41>d u<|end_header_id|>{}!a<|end_header_id|>",
+    "crop_start": 7, "image_emb_len": 4, "image_emb_start": 2, "image_emb_end": 6,
+}  # fmt: skip
+"""A prompt of three roles with an image, `<extra_id_41>`, which is token 300."""
 SHORT = {"max_sequence_length": 8}
 UNBINNED = {"use_resolution_binning": False}
 FRAMES = {"num_frames": 5}
@@ -706,15 +742,41 @@ PIPELINES: dict[str, TinyPipeline] = {
     "WanImageToVideoPipeline": TinyPipeline(
         with_denoiser(
             WAN | {
-                "image_encoder": clip_vision,
-                "image_processor": of(
-                    transformers.CLIPImageProcessor, size={"shortest_edge": 28},
-                    crop_size={"height": 28, "width": 28},
-                ),
+                "image_encoder": clip_vision, **CLIP_IMAGES,
             },
             "WanTransformer3DModel image to video", in_channels=36, out_channels=16,
         ),
         FRAMES,  # its attention takes 512 tokens of the prompt for granted
+        VIDEO,
+        edits=True,
+    ),
+    "HunyuanVideoImageToVideoPipeline": TinyPipeline(
+        with_denoiser(
+            HUNYUAN_VIDEO_FROM_IMAGE, "HunyuanVideoTransformer3DModel token replace", text_embed_dim=16,
+            pooled_projection_dim=16,
+        ),
+        FRAMES | {"max_sequence_length": 24, "prompt_template": SEEN},
+        VIDEO,
+        edits=True,
+    ),
+    "HunyuanSkyreelsImageToVideoPipeline": TinyPipeline(
+        with_denoiser(
+            HUNYUAN_VIDEO_VAE | FLOW | CLIP77_2 | {
+                "text_encoder": language_model("Llama"), "tokenizer": byte_tokenizer,
+            },
+            "HunyuanVideoTransformer3DModel", in_channels=8, out_channels=4, guidance_embeds=False,
+            text_embed_dim=16, pooled_projection_dim=16,
+        ),
+        FRAMES | SHORT | {"prompt_template": {"template": "{}", "crop_start": 0}},
+        VIDEO,
+        edits=True,
+    ),
+    "SkyReelsV2ImageToVideoPipeline": TinyPipeline(
+        with_denoiser(
+            WAN | {"image_encoder": clip_vision, **CLIP_IMAGES}, "SkyReelsV2Transformer3DModel", in_channels=36,
+            out_channels=16, image_dim=6, added_kv_proj_dim=24,
+        ),
+        FRAMES,
         VIDEO,
         edits=True,
     ),
