@@ -96,6 +96,12 @@ _NOT_EDITED = ("strength", "mask_image", "control_image", "controlnet", "adapter
 _SIZES = ("original_size", "crops_coords_top_left", "target_size")
 """Arguments that say of an image, in two numbers, how it was scaled and cropped."""
 
+OTHERWISE = (
+    "train its parts as another pipeline of diffusers that has the same (pipeline_class='...'), or its denoiser "
+    "with a LightningModule whose training_step calls it"
+)
+"""What to do about a pipeline whose own call cannot be trained."""
+
 TIME = "timesteps"
 
 _NEUTRAL = {"prompt": "", "class_labels": 0, None: None}
@@ -197,8 +203,8 @@ class OneStep:
         image: The argument with an image for each sample that the pipeline edits or animates; None without one.
         animates: Whether it samples videos that begin with the image.
         image_noise: Noise added to the image that it animates, as `encoding_first_frames` takes it.
-        mixes_image: Whether a method of it mixes the image into the noise that it draws; in training what the method
-            returns is the noise alone.
+        mixes_image: Whether a method of it mixes the image into the noise that it draws; in training it returns
+            the noise alone.
         needs_image: Whether it needs an image.
         reads_references: Whether it passes the image to a processor, which reads it in 8 bits. Then the call is run
             for each sample, as such pipelines read a list of images for those of one sample.
@@ -548,10 +554,7 @@ def condition_of(cls: type) -> str | None:
     accepted = (condition, image_of(cls))
     if others := [name for name in required_by(cls) if name not in accepted]:
         raise ConfigurationError(
-            f"{cls.__name__} draws from {', '.join(others)}, not from prompts or classes alone; train it as "
-            "another pipeline of diffusers that has the same parts (pipeline_class='LTXImageToVideoPipeline' for "
-            "those of LTXConditionPipeline), or with a LightningModule whose training_step calls its denoiser, "
-            "which the strategy runs unchanged"
+            f"{cls.__name__} draws from {', '.join(others)}, not from prompts or classes alone; {OTHERWISE}"
         )
     return condition
 
@@ -620,7 +623,7 @@ def _drawing_from(method: types.FunctionType, draw: Draw) -> types.FunctionType:
 
 
 def _returning_noise(method: Callable[..., Any], drawn: Sequence[Tensor]) -> Callable[..., Any]:
-    """Returns a method that gives the noise it draws in the place of the first tensor of that shape that it returns.
+    """Returns a method that gives its noise in the place of the first tensor of that shape that it returns.
 
     Args:
         method: Appends to `drawn` what it draws.

@@ -178,7 +178,9 @@ def by_hand_hunyuan(m, video, concat=False):
     first = scaled(m.vae.encode(video[:, :, :1]).latent_dist.mode())
     if concat:  # beside the noise, with a channel that marks its frame
         marks = torch.cat([torch.ones_like(first[:, :1]), torch.zeros_like(noisy[:, :1, 1:])], 2)
-        given = torch.cat([noisy, torch.cat([first, torch.zeros_like(noisy[:, :, 1:])], 2), marks], 1)
+        given = torch.cat(
+            [noisy, torch.cat([first, torch.zeros_like(noisy[:, :, 1:])], 2), marks], 1
+        )
     else:  # in the place of the first frame, which counts in no loss
         given = torch.cat([first, noisy[:, :, 1:]], 2)
     prompts = copy.copy(m.pipeline)
@@ -203,7 +205,7 @@ def by_hand_hunyuan_concat(m, video):
 
 TOLERANCES = {"hunyuan": (1e-10, 1e-10), "wan21": (1e-5, 1e-2)}
 """Of losses and gradients, by the first word of a kind. What latents are multiplied with is found in float32, which
-is exact for HunyuanVideo's 0.5 here; of 8 bits that are rounded otherwise Wan 2.1's encoder of images sees a little."""
+is exact for HunyuanVideo's 0.5 here. Wan 2.1's encoder of images sees a little of 8 bits rounded otherwise."""
 
 
 @pytest.mark.parametrize("kind", [row(kind) if kind == "wan22" else kind for kind in KINDS])
@@ -257,7 +259,7 @@ def test_a_pipeline_that_mixes_the_image_into_its_noise_elsewhere_is_refused():
 def test_parts_of_a_pipeline_of_conditions_train_as_one_that_animates(tmp_path):
     parts = pipeline_of("ltx", tmp_path / "parts").components
     diffusers.LTXConditionPipeline(**parts).save_pretrained(tmp_path / "ltx")
-    with pytest.raises(ConfigurationError, match=r"draws from image.*pipeline_class="):
+    with pytest.raises(ConfigurationError, match=r"draws from image.*pipeline_class"):
         PipelineDiffusion.from_pretrained(tmp_path / "ltx")
     named = {"pipeline_class": "LTXImageToVideoPipeline", "call": {"max_sequence_length": 8}}
     module = PipelineDiffusion.from_pretrained(tmp_path / "ltx", caption_dropout=0.0, **named)

@@ -34,7 +34,11 @@ def pipeline_of(kind: str, folder: Path) -> Any:
         perturb(pipeline.transformer, torch.Generator().manual_seed(1))
     if kind == "hunyuan_concat":
         config = {n: v for n, v in pipeline.transformer.config.items() if not n.startswith("_")}
-        changes = {"image_condition_type": "latent_concat", "in_channels": 9, "guidance_embeds": False}
+        changes = {
+            "image_condition_type": "latent_concat",
+            "in_channels": 9,
+            "guidance_embeds": False,
+        }
         torch.manual_seed(1)
         pipeline.transformer = type(pipeline.transformer)(**config | changes).eval()
         perturb(pipeline.transformer, torch.Generator().manual_seed(1))
