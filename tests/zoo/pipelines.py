@@ -24,6 +24,7 @@ from tests.predictor import tiny_pipelines as tiny
 
 from . import CASES
 from .case import perturb, silence
+from .qwen_processor import SPECIAL, processor
 
 Parts = Mapping[str, Callable[[Path], Any]]
 
@@ -48,6 +49,7 @@ class TinyPipeline:
         settings: Attributes of the pipeline that a folder does not say, such as the sizes it draws.
         num_samples: Samples of the batch.
         edits: Whether an image is given.
+        references: Number of references of each sample, of pipelines whose processor reads them.
     """
 
     parts: Parts
@@ -57,6 +59,7 @@ class TinyPipeline:
     settings: Mapping[str, Any] = field(default_factory=dict)
     num_samples: int = 3
     edits: bool = False
+    references: int = 0
 
 
 # ------------------------------------------------------------------ parts
@@ -116,6 +119,20 @@ def vision_language_model(
         return getattr(transformers, f"{kind}{head}")(config)
 
     return build
+
+
+def seeing_references(_: Path) -> nn.Module:
+    """A decoder that sees the images that `processor` reads."""
+    ids = processor().tokenizer.convert_tokens_to_ids(SPECIAL)
+    names = "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"
+    text = LANGUAGE | dict(
+        vocab_size=400, max_position_embeddings=4096,
+        rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 2]},
+    )  # fmt: skip
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=VISION, **dict(zip(names, ids, strict=True))
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
 def bert(_: Path) -> nn.Module:
@@ -349,6 +366,10 @@ SEEN = {
     "crop_start": 7, "image_emb_len": 4, "image_emb_start": 2, "image_emb_end": 6,
 }  # fmt: skip
 """A prompt of three roles with an image, `<extra_id_41>`, which is token 300."""
+QWEN_EDIT = {
+    "text_encoder": seeing_references, "tokenizer": lambda _: processor().tokenizer,
+    "processor": lambda _: processor(),
+}  # fmt: skip
 SHORT = {"max_sequence_length": 8}
 UNBINNED = {"use_resolution_binning": False}
 FRAMES = {"num_frames": 5}
@@ -623,6 +644,17 @@ PIPELINES: dict[str, TinyPipeline] = {
         with_denoiser(QWEN_VL | QWEN_VAE | SHIFTING, "QwenImageTransformer2DModel", joint_attention_dim=16),
         SHORT,
     ),
+    **{
+        f"QwenImageEdit{kind}Pipeline": TinyPipeline(
+            with_denoiser(
+                QWEN_EDIT | QWEN_VAE | SHIFTING, "QwenImageTransformer2DModel", joint_attention_dim=16
+            ),
+            {"max_sequence_length": 480},
+            edits=True,
+            references=number,
+        )
+        for kind, number in (("", 1), ("Plus", 2))
+    },
     "SanaPipeline": TinyPipeline(SANA, {"complex_human_instruction": None, **SHORT}, drawn=UNBINNED),
     "SanaPAGPipeline": TinyPipeline(SANA, {"complex_human_instruction": None, **SHORT}, drawn=UNBINNED),
     "SanaSprintPipeline": TinyPipeline(
@@ -793,8 +825,8 @@ PIPELINES: dict[str, TinyPipeline] = {
 }  # fmt: skip
 
 
-def build(name: str, folder: Path, seed: int = 0) -> Any:
-    """One pipeline in evaluation mode, all weights of its denoiser perturbed."""
+def build(name: str, folder: Path, seed: int = 0, **parts: Any) -> Any:
+    """One pipeline in evaluation mode, all weights of its denoiser perturbed; `parts` stand in for its own."""
     entry, cls = PIPELINES[name], getattr(diffusers, name)
     # Some clean captions with a library that they do not ask for.
     vars(sys.modules[cls.__module__]).setdefault("ftfy", types.SimpleNamespace(fix_text=str))
@@ -804,7 +836,7 @@ def build(name: str, folder: Path, seed: int = 0) -> Any:
     required = {p.name: None for p in parameters if p.default is p.empty}
     takes = {p.name for p in parameters}
     made = {part: make(folder) for part, make in entry.parts.items() if part in takes}
-    pipeline = cls(**{**required, **made})
+    pipeline = cls(**{**required, **made, **parts})
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             silence(part.eval())
