@@ -72,9 +72,9 @@ its step into two stages, compares loss and gradients with one process in double
 `save_pretrained`, opens that with diffusers alone, and draws with both from the same noise. The rest says what
 cannot be followed.
 
-`QwenImageEditPipeline` and `QwenImageEditPlusPipeline` learn from and draw with [references](pretrained.md#references),
-of one prompt at a time; the others that edit or animate images from an image for each sample, and draw two at a time
-where diffusers does.
+`QwenImageEditPipeline` and `QwenImageEditPlusPipeline` learn from [references](pretrained.md#references), and draw
+with those of one prompt; others that edit or animate images have one for each sample, and draw two at a time where
+diffusers does.
 
 The last columns say how the [Predictor](sampling.md) samples it, found by drawing, two prompts at a time where
 diffusers itself can. *Yes* under `single` is what diffusers alone draws, to the last bit, and to rounding where two
