@@ -312,7 +312,7 @@ def test_stages_add_up_to_one_process(kind):
     assert all(layer.splits_samples for layer in encodings)
 
 
-@pytest.mark.parametrize("kind", ["ltx", row("wan22")])
+@pytest.mark.parametrize("kind", ["ltx", row("wan22"), row("hunyuan")])
 def test_adapters_open_in_diffusers(kind, tmp_path):
     adapted = module_of(kind, lora=Lora(rank=2, alpha=6))
     with torch.no_grad():
@@ -331,7 +331,7 @@ def test_adapters_open_in_diffusers(kind, tmp_path):
         "width": 32,
         "num_frames": 5,
         "num_inference_steps": 2,
-        "max_sequence_length": 8,
+        **adapted.hparams.call,
     }
 
     def drawn(pipeline):
@@ -340,7 +340,8 @@ def test_adapters_open_in_diffusers(kind, tmp_path):
 
     expected = drawn(adapted.pipeline)
     assert not torch.allclose(drawn(pipeline_of(kind, tmp_path / "bare")), expected)
-    torch.testing.assert_close(drawn(plain), expected)
+    # Decoders enlarge rounding, of 5e-7 in the latents of HunyuanVideo.
+    torch.testing.assert_close(drawn(plain), expected, rtol=0, atol=2e-5)
 
 
 def test_every_clip_is_drawn_from_an_image_of_its_own():
