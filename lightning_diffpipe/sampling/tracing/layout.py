@@ -140,11 +140,11 @@ class TokenAxis:
 
     def owned(self, part: Part) -> Selection:
         """Returns the tokens of a part."""
-        return self._select(part)
+        return self._select(part, with_ghost=False)
 
     def fed(self, part: Part) -> Selection:
-        """Returns the tokens a block is fed for a part: its own, and perhaps a ghost."""
-        return self._select(part, self.ghost)
+        """Returns the tokens a block is given for a part: its own, and perhaps a ghost."""
+        return self._select(part, with_ghost=bool(self.ghost))
 
     def without_ghost(self) -> TokenAxis:
         """Returns the same axis, of whose parts blocks are fed no more than their own."""
@@ -152,35 +152,41 @@ class TokenAxis:
             self._selected["bare"] = TokenAxis(self.axis, self.owner, self.num_text)
         return self._selected["bare"] if self.ghost else self
 
-    def _select(self, part: Part, ghost: tuple[frozenset[int], ...] = ()) -> Selection:
-        key = (part.units, part.text, bool(ghost))
-        if key in self._selected:
-            return self._selected[key]
-        index = None
-        if part.units is not None:
-            chosen = torch.zeros(self.size, dtype=torch.bool)
-            ranges = (part.units,) if isinstance(part.units, range) else part.units
-            for units in ranges:
-                chosen |= (self.owner >= units.start) & (self.owner < units.stop)
-            text, number = self.owner <= _FIRST_TEXT, _FIRST_TEXT - self.owner
-            k, n = part.text or (-1, 1)
-            first, stop = max(self.num_text * k // n, 0), self.num_text * (k + 1) // n
-            chosen |= text & (number >= first) & (number < stop)
-            for stream in ghost:  # decided alike on all axes, whichever tokens they have
-                if stream.isdisjoint(range(first, stop)):
-                    chosen |= self.owner == text_token(min(stream))
-            index = chosen.nonzero().squeeze(1)
-        self._selected[key] = Selection(self.size, index)
+    def _select(self, part: Part, with_ghost: bool) -> Selection:
+        key = (part.units, part.text, with_ghost)
+        if key not in self._selected:
+            index = None
+            if part.units is not None:
+                index = self._mask_of(part, with_ghost).nonzero().squeeze(1)
+            self._selected[key] = Selection(self.size, index)
         return self._selected[key]
 
+    def _mask_of(self, part: Part, with_ghost: bool) -> Tensor:
+        """Returns which tokens are of a part's units, or of its share of the text."""
+        mask = torch.zeros(self.size, dtype=torch.bool)
+        for units in (part.units,) if isinstance(part.units, range) else part.units:
+            mask |= (self.owner >= units.start) & (self.owner < units.stop)
+        share = range(0)  # numbers of the part's text tokens
+        if part.text is not None:
+            k, n = part.text
+            share = range(self.num_text * k // n, self.num_text * (k + 1) // n)
+            number = _FIRST_TEXT - self.owner  # negative for all that is no text
+            mask |= (number >= share.start) & (number < share.stop)
+        for stream in self.ghost if with_ghost else ():
+            # Decided by numbers, so alike on all axes, whichever tokens they have.
+            if stream.isdisjoint(share):
+                mask |= self.owner == text_token(min(stream))
+        return mask
+
     def own_among_fed(self, part: Part) -> Selection:
-        """Returns the tokens of a part among those a block is fed for it: all, but for a ghost."""
+        """Returns the tokens of a part among those a block is given for it: all, but for a ghost."""
         key = (part.units, part.text, "own")
         if key not in self._selected:
-            owned, fed = self.owned(part).index, self.fed(part)
-            is_own = None if owned is None else torch.isin(fed.index, owned).nonzero().squeeze(1)
-            has_ghost = is_own is not None and len(is_own) < len(fed)
-            self._selected[key] = Selection(len(fed), is_own if has_ghost else None)
+            owned, fed = self.owned(part), self.fed(part)
+            is_own = None
+            if len(owned) < len(fed):
+                is_own = torch.isin(fed.index, owned.index).nonzero().squeeze(1)
+            self._selected[key] = Selection(len(fed), is_own)
         return self._selected[key]
 
 
