@@ -76,7 +76,8 @@ def find_glue(
 
     Args:
         run: Runs `denoise`; the function it is given answers the calls of blocks.
-        model: The denoiser, with the calls of its `blocks`.
+        model: The denoiser.
+        blocks: Calls of its blocks.
         constants: Calls whose results are stored, which are no glue.
         device: Of the results of stubbed blocks.
         known: Calls found to be local for the same shapes before; no others are tried then. None tries all.
