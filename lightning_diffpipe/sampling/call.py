@@ -35,10 +35,10 @@ from lightning_diffpipe.sampling.record import Controlled, moved
 from lightning_diffpipe.sampling.request import Denoise, Request
 from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
-    drawing_from,
     for_samples,
     on_host,
     random_states,
+    sampling_from,
     takes_more,
 )
 
@@ -286,7 +286,7 @@ class Call:
         # All loops of a request begin with the same numbers, as if there were one; the first is the one that ends
         # the call.
         is_first = not self.loop
-        head = drawing_from(self.random_states, self.whole.device, goes_back=not is_first)
+        head = sampling_from(self.random_states, self.whole.device, restores=not is_first)
         loop = PipelineLoop(self, compute, exchange, head, draws=is_first)
         self.loop.append(loop)
         return loop
@@ -520,7 +520,7 @@ class Call:
     @contextmanager
     def drawing_alike(self, rank: int) -> Iterator[None]:
         """Gives default generators the states of rank 0's; afterwards other ranks get their own states back."""
-        with drawing_from(self.random_states, self.latents.device, goes_back=rank > 0):
+        with sampling_from(self.random_states, self.latents.device, restores=rank > 0):
             yield
 
 

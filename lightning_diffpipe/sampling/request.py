@@ -200,27 +200,27 @@ class InputScaler:
     """
 
     def __init__(self, request: Request) -> None:
-        # Each step; none if the model is given the latents as they are.
-        self._before: list[Any] = []
+        # The scheduler before each step; none if the model is given the latents as they are.
+        self._states: list[Any] = []
         if not request.scale_input or not hasattr(request.scheduler, "scale_model_input"):
             return
         scheduler, self._timesteps = request.host_schedule
         scheduler = copy.deepcopy(scheduler)
-        x = request.latents.new_zeros((1,) * request.latents.ndim)
-        if scheduler.scale_model_input(x, self._timesteps[0]) is x:
+        zeros = request.latents.new_zeros((1,) * request.latents.ndim)
+        if scheduler.scale_model_input(zeros, self._timesteps[0]) is zeros:
             return
         options = {"generator": torch.Generator()} if takes_generator(scheduler) else {}
         with torch.random.fork_rng(devices=[]):
             for t in self._timesteps:
-                scheduler.scale_model_input(x, t)
-                self._before.append(copy.copy(scheduler))
-                scheduler.step(x, t, x, **options)
+                scheduler.scale_model_input(zeros, t)
+                self._states.append(copy.copy(scheduler))
+                scheduler.step(zeros, t, zeros, **options)
 
     def scale(self, latents: Tensor, step: int) -> Tensor:
         """Returns the input of `denoise` at a step."""
-        if not self._before:
+        if not self._states:
             return latents
-        return self._before[step].scale_model_input(latents, self._timesteps[step])
+        return self._states[step].scale_model_input(latents, self._timesteps[step])
 
 
 def require_warmup(warmup_steps: Any, settled: Any = 0.0) -> None:
