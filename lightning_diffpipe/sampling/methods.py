@@ -418,7 +418,7 @@ class Worker:
         mine = self._share(call)
         if not len(mine.latents):
             return {}
-        with call.drawing_alike(self.world.rank):
+        with call.sampling_alike(self.world.rank):
             return self._load(*self._request(mine.phase(0, mine.latents)))
 
     def sample(
@@ -440,7 +440,7 @@ class Worker:
         was_training = self._model.training
         self._model.eval()
         try:
-            with call.drawing_alike(self.world.rank), settings_restored(call.pipeline.parts):
+            with call.sampling_alike(self.world.rank), settings_restored(call.pipeline.parts):
                 for index, phase in enumerate(mine.phases):
                     sampler, request = self._request(mine.phase(index, latents))
                     latents = sampler.sample(

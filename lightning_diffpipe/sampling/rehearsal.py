@@ -135,7 +135,7 @@ def _showing(request: Request, num_steps: int) -> Request:
         scale_input=False,
         step_kwargs={},
         begin=None,
-        stepped=None,
+        patch_schedulers=None,
         cache=None,
     )
 

@@ -46,22 +46,22 @@ class PatchSchedulers:
         self._step_kwargs, self._slices, self._axis = dict(step_kwargs), list(slices), axis
         self._noise = _NoiseOfWhole(axis)
 
-    def going_on(self, stepped: list[PatchSchedulers] | None) -> PatchSchedulers:
+    def going_on(self, earlier: list[PatchSchedulers] | None) -> PatchSchedulers:
         """Returns the schedulers of the steps before, if there are any; else these, which are recorded.
 
         Raises:
             ConfigurationError: They step other rows.
         """
-        if stepped is None:
+        if earlier is None:
             return self
-        if not stepped:
-            stepped.append(self)
-        if stepped[0]._slices != self._slices:
+        if not earlier:
+            earlier.append(self)
+        if earlier[0]._slices != self._slices:
             raise ConfigurationError(
-                f"two denoisers of a pipeline cut the latents into rows {stepped[0]._slices} and {self._slices}, "
+                f"two denoisers of a pipeline cut the latents into rows {earlier[0]._slices} and {self._slices}, "
                 "between which schedulers cannot go on; take num_patches=1 or method=sequence"
             )
-        return stepped[0]
+        return earlier[0]
 
     def step(
         self,

@@ -87,7 +87,7 @@ class PipeFusionRun:
         )
         self._loops = [request.loop() for _ in setting.patches]
         for loop in self._loops:
-            loop.is_stepped_elsewhere, loop.is_shared = not self._is_last, True
+            loop.steps_no_rows, loop.is_shared = not self._is_last, True
         self._loops[0].on_change = self._runner.of_request.clear
         # Of this rank, in steps that compute all tokens.
         self._own_units = self._shares(None, (0, 1))[1][self._sequence.rank].units
@@ -96,7 +96,7 @@ class PipeFusionRun:
             units = [shares[self._sequence.rank].units for shares in setting.shares]
             rows = [(u.start * layout.rows_per_unit, len(u) * layout.rows_per_unit) for u in units]
             schedulers = PatchSchedulers(request.scheduler, request.step_kwargs, rows, layout.axis)
-            self._schedulers = schedulers.going_on(request.stepped)
+            self._schedulers = schedulers.going_on(request.patch_schedulers)
         # Latents that the model got in the synchronous step before.
         self._given_before: Tensor | None = None
         # The newest rows, by call of the denoiser in a step.
