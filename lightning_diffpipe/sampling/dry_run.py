@@ -200,7 +200,7 @@ def _refuse_predicted_variance(step: Step) -> None:
 def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:
     """Returns whether the loop's own code combines rows of latents or predictions.
 
-    The first half of the rows of `what`, `"latents"` or `"predictions"`, is NaN. No row of the second half may be so
+    The first half of the rows of `what` ("latents" or "predictions") is NaN. No row of the second half may be so
     in what denoiser and scheduler are given.
     """
     is_mixed, num_left = False, num_steps
