@@ -49,7 +49,6 @@ from lightning_diffpipe.sampling.tracing.layout import (
     Place,
     TokenAxis,
     shapes_of_call,
-    without_memory,
 )
 
 Slices = list[Tensor]
@@ -90,11 +89,7 @@ class PartRunner:
         self.attended: dict[Place, int] = {}
         # Results of each call without memory; nothing can be written into them, so that all runs share them.
         self.dummies = [block.dummy(self.fill, self.device) for block in layout.blocks]
-        self.local_dummies = {
-            place: without_memory(call.shape, self.fill, self.device)
-            for place, call in layout.glue.local.items()
-        }
-        places = layout.constants.keys() | layout.step_constants.keys() | layout.glue.local.keys()
+        places = layout.constants.keys() | layout.step_constants.keys()
         self.interception.watch(self.block_names | {name for _, name, _ in places})
         compiled = compiled_modules(self.interception.root)
         if any(compiled.values()) and not layout.attention_by_name:
@@ -325,7 +320,7 @@ class PartRun(Run):
             if len(pieces) == 1 and self.part == WHOLE:
                 leaves[leaf] = pieces[0][1][i]
                 continue
-            if not self._uses_stand_ins or (call, leaf) not in layout.glue.passed:
+            if not self._uses_stand_ins or (call, leaf) not in layout.passed:
                 owned = [(part, slices[i]) for part, slices in pieces]
                 samples = block.output_samples.get(leaf)
                 leaves[leaf] = self._full(block.results[leaf], tokens, owned, samples)
@@ -353,7 +348,7 @@ class PartRun(Run):
             tokens.owned(part).put(view, tokens.axis, values)
         return full
 
-    # --- modules whose result is stored, or that are local ---------------------------------------------
+    # --- modules whose result is stored ---------------------------------------------------------------
 
     def _module(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answers the call of a module that is no block."""
@@ -374,8 +369,6 @@ class PartRun(Run):
             attended = self.runner.attended.setdefault(place, self._num_attended - before)
             self._num_attended = before + attended
             return out
-        if self._uses_stand_ins and place in layout.glue.local:
-            return self._on_part(place, site, args, kwargs)
         return site.diffpipe_original(*args, **kwargs)
 
     def _stored(
@@ -401,25 +394,6 @@ class PartRun(Run):
                 leaves = pytree.tree_leaves(results[key])
                 results.update({id(x): x for x in leaves if isinstance(x, Tensor)})
         return results[key]
-
-    def _on_part(
-        self, place: Place, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Runs a local module on the tokens of the part, if its argument stands for these."""
-        call = self.runner.layout.glue.local[place]
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        slices = self._tokens_behind(flat[call.leaf], call.given)
-        if slices is None:
-            return site.diffpipe_original(*args, **kwargs)
-        flat[call.leaf] = slices
-        args, kwargs = pytree.tree_unflatten(flat, spec)
-        made = site.diffpipe_original(*args, **kwargs)
-        if call.passed:
-            full = self.runner.local_dummies[place]
-        else:
-            full = self._full(call.shape, call.made, [(self.part, made)])
-        self._stand_ins[id(full)] = _StandIn(full, made, call.made, is_read_once=False)
-        return full
 
 
 class _StandIn(NamedTuple):

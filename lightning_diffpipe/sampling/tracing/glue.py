@@ -1,13 +1,12 @@
-"""Work that need not run for every patch: code between blocks that looks at nothing, and constant modules.
+"""Work that need not run for every patch: results that are only passed on, and constant modules.
 
 Glue, the code between blocks, sees full shapes (`pipefusion/patch.py`), but most of it never looks into what a
-block returns: it hands it to the next. One run with stubbed blocks follows every result as an object through it:
+block returns: it passes it to the next one. One run with stubbed blocks follows every result as an object:
 
     block 0 ── x ── block 1 ── y ── norm_out ── proj_out ── unpatchify
 
-* x is *passed*: nothing but blocks gets it. It needs no memory; the next block takes the tokens of the part.
-* norm_out and proj_out are *local*: of a part of the tokens they make that part of what they make of all, whatever
-  their weights are. They run on the part, and y is passed, too.
+x is *passed*: nothing but blocks gets it. It needs no memory; the next block is given the tokens of the part. y is
+read by a module that is no block, and has its full size.
 
 Modules whose result is the same for every patch of a step, or in every step of a request, run once: the embedding
 of the timestep and what blocks make of it for modulation; keys and values of cross-attention, the projected prompt
@@ -27,29 +26,29 @@ Of modules inside each other the outermost one is stored. What is changed in pla
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.graph.calltree import Forward, callable_modules, forward_replaced
 from lightning_diffpipe.sampling.tracing.layout import (
     BETWEEN,
     Block,
-    Glue,
-    LocalCall,
     Place,
-    TokenAxis,
     shapes_of_call,
 )
-from lightning_diffpipe.sampling.tracing.marks import WithoutProducts, all_to_all, has_nan
+from lightning_diffpipe.sampling.tracing.marks import (
+    CallAnswer,
+    WithoutProducts,
+    all_to_all,
+    has_nan,
+)
 from lightning_diffpipe.sampling.tracing.repeats import BlockKinds, RepeatedCalls
 
 _LOOKS_AT_NO_NUMBER = {
@@ -60,69 +59,38 @@ _LOOKS_AT_NO_NUMBER = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__,
     torch.is_tensor, torch.is_floating_point,
 }  # fmt: skip
-_MIN_TOKENS = 3  # fewer may be broadcast
-_NEARLY = 0.05  # of the largest number; where numbers are this coarse, a module that is not local differs by more
 
 
-def find_glue(
-    run: Callable[[Callable[..., Any]], Tensor],
-    model: nn.Module,
-    blocks: list[Block],
-    constants: Collection[Place],
-    device: torch.device,
-    known: Mapping[Place, LocalCall] | None = None,
-) -> Glue:
-    """Follows the results of blocks through the code between them.
+def find_passed(
+    run: Callable[[CallAnswer], Tensor], blocks: list[Block], device: torch.device
+) -> frozenset[tuple[int, int]]:
+    """Returns the results of blocks, as (call, leaf), that code between blocks only passes on to blocks.
 
     Args:
         run: Runs `denoise`; the function it is given answers the calls of blocks.
-        model: The denoiser.
-        blocks: Calls of its blocks.
-        constants: Calls whose results are stored, which are no glue.
+        blocks: Calls of blocks.
         device: Of the results of stubbed blocks.
-        known: Calls found to be local for the same shapes before; no others are tried then. None tries all.
     """
-    follower = _Follower(model, blocks, constants, device, known)
-    between, _ = _around_blocks(model, {block.name for block in blocks})
-    with forward_replaced(model, between, follower.make), follower:
+    follower = _Follower(blocks, device)
+    with follower:
         prediction = run(follower.answer)
-        follower.note_read(prediction)
-    return follower.glue()
-
-
-class _Followed(NamedTuple):
-    """An object that is followed: where it comes from, and which of its axes runs over tokens."""
-
-    value: Tensor
-    key: Any
-    tokens: TokenAxis
+    follower.note_read(prediction)
+    results = {(here, leaf) for here, block in enumerate(blocks) for leaf in block.outputs}
+    return frozenset(results - follower.read)
 
 
 class _Follower(TorchFunctionMode):
-    """Stubs blocks, and follows what they return as objects through the code between them.
+    """Stubs blocks, and follows their results as objects: one is read if a function of torch is given it.
 
-    A value is *read* if a function of torch is given the object, unless it asks for a shape or the like. What a
-    local module does with an object does not count: at sampling it is given the tokens of the part instead.
+    Functions that ask for a shape or the like read no value.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: list[Block],
-        constants: Collection[Place],
-        device: torch.device,
-        known: Mapping[Place, LocalCall] | None,
-    ) -> None:
+    def __init__(self, blocks: list[Block], device: torch.device) -> None:
         super().__init__()
-        self._model, self._blocks, self._constants, self._device = model, blocks, constants, device
-        self._known = known
-        self._followed: dict[int, _Followed] = {}  # by identity of the object
-        self._read: set[Any] = set()  # keys of results whose values are read
-        self._local: dict[Place, LocalCall] = {}
-        self._turns: Counter[str] = Counter()
-        self._positions = itertools.count()  # of calls of blocks
-        # Inside a module whose result is stored, and inside the outermost one of all others.
-        self._is_storing = self._is_inside = False
+        self.read: set[tuple[int, int]] = set()
+        self._blocks, self._device, self._num_calls = blocks, device, 0
+        # By identity; results are held, so that identities stay what they are.
+        self._results: dict[int, tuple[Tensor, tuple[int, int]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _LOOKS_AT_NO_NUMBER:
@@ -132,137 +100,15 @@ class _Follower(TorchFunctionMode):
     def note_read(self, tree: Any) -> None:
         """Notes that the values of everything in a tree are read."""
         leaves = pytree.tree_leaves(tree)
-        self._read |= {self._followed[id(x)].key for x in leaves if id(x) in self._followed}
+        self.read |= {self._results[id(x)][1] for x in leaves if id(x) in self._results}
 
     def answer(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Answers a call of a block with results without memory, which are followed."""
-        here = next(self._positions)
+        """Answers a call of a block with results without memory."""
+        here, self._num_calls = self._num_calls, self._num_calls + 1
         block = self._blocks[here]
         leaves = block.dummy(0.0, self._device)
-        for leaf, tokens in block.outputs.items():
-            self._follow(leaves[leaf], (here, leaf), tokens)
+        self._results |= {id(leaves[leaf]): (leaves[leaf], (here, leaf)) for leaf in block.outputs}
         return block.nested(leaves)
-
-    def make(self, name: str, forward: Forward) -> Forward:
-        """Returns what stands for the forward of a module between blocks."""
-
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            if self._is_storing:
-                return forward(*args, **kwargs)
-            place = (BETWEEN, name, self._turns[name])
-            self._turns[name] += 1
-            if place in self._constants:
-                with self._flag("_is_storing"):
-                    return forward(*args, **kwargs)
-            if self._is_inside:
-                return forward(*args, **kwargs)
-            with self._flag("_is_inside"):
-                return self._outermost(place, forward, args, kwargs)
-
-        return followed
-
-    def glue(self) -> Glue:
-        """Returns what was found in a run."""
-        results = {
-            (here, leaf) for here, block in enumerate(self._blocks) for leaf in block.outputs
-        }
-        local = {
-            place: call._replace(passed=place not in self._read)
-            for place, call in self._local.items()
-        }
-        return Glue(frozenset(results - self._read), local)
-
-    def _outermost(self, place: Place, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Runs a call that is inside no other; if it is local, its result stands for the same tokens."""
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        leaves = [i for i, x in enumerate(flat) if id(x) in self._followed]
-        if len(leaves) != 1:
-            return forward(*args, **kwargs)
-        [leaf] = leaves
-        source = self._followed[id(flat[leaf])]
-        axis = self._axis_of_tokens(place, flat, spec, leaf, source.tokens)
-        if axis is None:
-            return forward(*args, **kwargs)
-        del self._followed[id(source.value)]  # reading it in this call does not count
-        out = forward(*args, **kwargs)
-        self._followed[id(source.value)] = source
-        tokens = TokenAxis(axis, source.tokens.owner, source.tokens.num_text)
-        self._local[place] = LocalCall(leaf, source.tokens, tokens, TensorShape.of(out), False)
-        self._follow(out, place, tokens)
-        return out
-
-    def _axis_of_tokens(
-        self, place: Place, flat: list[Any], spec: Any, leaf: int, tokens: TokenAxis
-    ) -> int | None:
-        """Returns the axis of tokens in the result of a call; None if the call is not local."""
-        if self._known is not None:
-            call = self._known.get(place)
-            is_known = call is not None and (call.leaf, call.given) == (leaf, tokens)
-            return call.made.axis if is_known else None
-        module = self._model.get_submodule(place[1])
-        followed, self._followed = self._followed, {}  # what a trial reads is none of the request's
-        try:
-            with self._flag("_is_storing"):
-                return _axis_of_local(module, flat, spec, leaf, tokens.axis)
-        finally:
-            self._followed = followed
-
-    @contextlib.contextmanager
-    def _flag(self, name: str) -> Iterator[None]:
-        before = getattr(self, name)
-        setattr(self, name, True)
-        try:
-            yield
-        finally:
-            setattr(self, name, before)
-
-    def _follow(self, x: Tensor, key: Any, tokens: TokenAxis) -> None:
-        self._followed[id(x)] = _Followed(x, key, tokens)
-
-
-def _axis_of_local(
-    module: nn.Module, flat: list[Any], spec: Any, leaf: int, axis: int
-) -> int | None:
-    """Returns the axis of tokens of a module's result if it is local, by a trial with random weights.
-
-    Of a third of the tokens, and of the rest, a local module makes that part of what it makes of all.
-    """
-    like, size = flat[leaf], flat[leaf].shape[axis]
-    generator = torch.Generator(like.device).manual_seed(0)
-
-    def random(x: Tensor) -> Tensor:
-        return torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
-
-    def run(tokens: Tensor) -> Tensor | None:
-        leaves = [tokens.contiguous() if i == leaf else x for i, x in enumerate(flat)]
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        try:
-            out = torch.func.functional_call(module, weights, args, kwargs)
-        except (RuntimeError, IndexError, ValueError):
-            return None
-        return out if isinstance(out, Tensor) and out.is_floating_point() else None
-
-    if size < _MIN_TOKENS or not like.is_floating_point():
-        return None
-    weights = {n: random(p) for n, p in module.named_parameters() if p.is_floating_point()}
-    tokens = random(like)
-    whole = run(tokens)
-    if whole is None:
-        return None
-    axes = [a for a in range(whole.ndim) if whole.shape[a] == size]
-    third = size // 3
-    for start, length in ((0, third), (third, size - third)):
-        part = run(tokens.narrow(axis, start, length))
-        axes = [a for a in axes if _close(part, whole.narrow(a, start, length))]
-    return axes[0] if axes else None
-
-
-def _close(part: Tensor | None, expected: Tensor) -> bool:
-    if part is None or part.shape != expected.shape:
-        return False
-    scale = max(float(expected.abs().amax()), 1.0)
-    difference = float((part - expected).abs().amax())
-    return difference <= min(256 * torch.finfo(expected.dtype).eps, _NEARLY) * scale
 
 
 Run = Callable[..., Tensor]

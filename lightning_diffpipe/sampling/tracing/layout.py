@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -295,36 +295,6 @@ def without_memory(shape: TensorShape, fill: float, device: torch.device) -> Ten
     return torch.full((), fill, dtype=shape.dtype, device=device).expand(shape.shape)
 
 
-class LocalCall(NamedTuple):
-    """A call of a module between blocks that treats every token alike.
-
-    Attributes:
-        leaf: Index of the argument with the tokens, among the leaves of `(args, kwargs)`.
-        given: Tokens of that.
-        made: Tokens of the result.
-        passed: The result is passed; see `Glue`.
-    """
-
-    leaf: int
-    given: TokenAxis
-    made: TokenAxis
-    shape: TensorShape
-    passed: bool
-
-
-@dataclass(frozen=True)
-class Glue:
-    """Results that code between blocks only passes on, and modules there that can be run on some tokens.
-
-    Attributes:
-        passed: Results of blocks, as (call, leaf), that it only hands on to blocks and to local calls.
-        local: Calls of modules that can be run on some tokens.
-    """
-
-    passed: frozenset[tuple[int, int]] = frozenset()
-    local: Mapping[Place, LocalCall] = field(default_factory=dict)
-
-
 @dataclass
 class Layout:
     """All properties of a model by which it runs in parts, for one shape of latents.
@@ -339,6 +309,7 @@ class Layout:
         constants: Modules whose result is the same at every step, by place, with the shapes of their
             arguments in a run on all tokens.
         step_constants: Calls whose result is the same for every patch of a step.
+        passed: Results of blocks, as (call, leaf), that code between blocks only passes on to blocks.
         attention_by_name: Blocks look up attention by its name whenever they call it.
         glue_parameters: Parameters inside blocks that code between blocks reads.
     """
@@ -350,7 +321,7 @@ class Layout:
     readers: list[frozenset[int]]
     constants: dict[Place, Any] = field(default_factory=dict)
     step_constants: dict[Place, Any] = field(default_factory=dict)
-    glue: Glue = field(default_factory=Glue)
+    passed: frozenset[tuple[int, int]] = frozenset()
     attention_by_name: bool = False
     glue_parameters: frozenset[str] = frozenset()
 
@@ -366,11 +337,6 @@ class Layout:
             block.inputs = {leaf: one(tokens) for leaf, tokens in block.inputs.items()}
             block.outputs = {leaf: one(tokens) for leaf, tokens in block.outputs.items()}
             block.attention = [tokens and one(tokens) for tokens in block.attention]
-        local = {
-            place: call._replace(given=one(call.given), made=one(call.made))
-            for place, call in self.glue.local.items()
-        }
-        self.glue = Glue(self.glue.passed, local)
 
     @property
     def ghost(self) -> bool:

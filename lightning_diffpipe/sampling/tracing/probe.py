@@ -39,7 +39,7 @@ from lightning_diffpipe.sampling.tracing.attention import (
     AttentionIntercepted,
 )
 from lightning_diffpipe.sampling.tracing.blocks import BlockTracer
-from lightning_diffpipe.sampling.tracing.glue import find_glue, find_invariants
+from lightning_diffpipe.sampling.tracing.glue import find_invariants, find_passed
 from lightning_diffpipe.sampling.tracing.layout import (
     AttentionSize,
     Block,
@@ -133,15 +133,11 @@ class _Probe:
         constants, step_constants = find_invariants(
             self._run, self._model, self._kinds, self._names, self._latents, self._t, self._other_t
         )
-        glue = find_glue(
-            lambda wrap: self._run(self._latents, self._t, wrap),
-            self._model,
-            blocks,
-            constants.keys() | step_constants.keys(),
-            self._latents.device,
+        passed = find_passed(
+            lambda answer: self._run(self._latents, self._t, answer), blocks, self._latents.device
         )
         return Layout(
-            blocks, self._axis, num_rows, per_unit, readers, constants, step_constants, glue,
+            blocks, self._axis, num_rows, per_unit, readers, constants, step_constants, passed,
             self._by_name, glue_parameters,
         )  # fmt: skip
 
@@ -393,12 +389,10 @@ def fits(layout: Layout, request: Request) -> bool:
         with calls_answered(request.model, layout.block_names, stubbed):
             return request.denoise(request.latents, request.timesteps[0])
 
-    constants = layout.constants.keys() | layout.step_constants.keys()
     try:
         with request.inferring():
-            local, device = layout.glue.local, request.latents.device
-            glue = find_glue(run, request.model, layout.blocks, constants, device, local)
+            passed = find_passed(run, layout.blocks, request.latents.device)
     except (IndexError, RuntimeError, ValueError):
         return False
     same_calls = calls == [(block.name, block.arguments) for block in layout.blocks]
-    return same_calls and glue == layout.glue
+    return same_calls and passed == layout.passed

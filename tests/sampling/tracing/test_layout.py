@@ -184,10 +184,8 @@ def as_data(layout):
         )
         for b in layout.blocks
     ]  # fmt: skip
-    glue = layout.glue
-    local = [(p, c.leaf, axis(c.given), axis(c.made), c.passed) for p, c in glue.local.items()]
     rest = (layout.readers, layout.ghost, layout.cuts_samples, layout.rows_per_unit)
-    kept = (layout.constants, layout.step_constants, sorted(glue.passed), local)
+    kept = (layout.constants, layout.step_constants, sorted(layout.passed))
     return repr((blocks, rest, kept, sorted(layout.glue_parameters)))
 
 
@@ -320,6 +318,27 @@ def test_a_model_that_a_probe_does_not_survive_is_refused():
     """History: `sampler=auto` ended in the error, and named methods told it without a remedy."""
     with torch.inference_mode(), pytest.raises(LayoutError, match=r"probed this .* method=single"):
         LayoutStore().layout_for(request_of("in place"))
+
+
+class Mixing:
+    """Lets tokens read the one before, if it is told to."""
+
+    is_on = False
+
+    def __call__(self, x):
+        return x + x.roll(1, 1) if self.is_on else x
+
+
+def test_a_changed_attribute_of_a_processor_is_looked_at():
+    """History: the layout of an earlier request was taken, as classes of processors were compared only."""
+    request, layouts = request_of(None), LayoutStore()
+    block = request.model.blocks[0]
+    block.processor, plain = Mixing(), block.forward
+    block.forward = lambda x: block.processor(plain(x))
+    assert layouts.layout_for(request) is layouts.layout_for(request)
+    block.processor.is_on = True
+    with pytest.raises(LayoutError, match="mixes rows"):
+        layouts.layout_for(request)
 
 
 def test_a_denoiser_without_blocks():
