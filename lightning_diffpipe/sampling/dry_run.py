@@ -384,9 +384,15 @@ class _MarkedSampleRun:
         zeros = predicted_zeros(self._parts[name], arguments)[0]
         out = _random(zeros, self._num_left)
         if self._num_left < self._num_steps:
-            rows = rows_with_nan(latents)
-            self.inputs = self._order_of(rows, len(latents))
-            out[sorted(rows)] = _NAN
+            marked, size = sorted(rows_with_nan(latents)), len(latents)
+            last, of_samples = {self._num - 1}, Samples(self._num)
+            orders = range(1, size // self._num + 1)
+            fitting = (each for each in orders if of_samples.rows(size, each, last) == marked)
+            inputs = next(fitting, None)
+            if inputs is None:
+                raise InseparableError("the pipeline's own code brings samples together")
+            self.inputs = inputs
+            out[marked] = _NAN
         elif self._num_left == 1 and len(latents) > self._num:
             raise InseparableError("one step does not show the order of rows of its guidance")
         return Prediction((out,))
@@ -400,13 +406,6 @@ class _MarkedSampleRun:
         if self._num_left > 0:
             after[marked] = _NAN
         return step.answer(after)
-
-    def _order_of(self, rows: Collection[int], size: int) -> int:
-        """Returns the order in which these, of `size` rows, are those of the last sample."""
-        for inner in range(1, size // self._num + 1):
-            if Samples(self._num).rows(size, inner, {self._num - 1}) == sorted(rows):
-                return inner
-        raise InseparableError("the pipeline's own code brings samples together")
 
     def _decode(self, *args: Any, **options: Any) -> Any:
         self._refuse_marked(args, options)

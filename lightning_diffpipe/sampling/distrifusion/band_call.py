@@ -156,28 +156,25 @@ class BandCall(Run, TorchFunctionMode):
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answers a module: those that embed the latents embed all of them, those given a text only run once."""
-        inputs = (*args, *kwargs.values())
+        name, inputs = site.name, (*args, *kwargs.values())
         run = partial(site.diffpipe_original, *args, **kwargs)
-        if site.name in self._analysis.constant and len(inputs) == 1:
-            return self._constants.get(site.name, inputs[0], run)
+        if name in self._analysis.constant and len(inputs) == 1:
+            return self._constants.get(name, inputs[0], run)
         if self._suspended:
             return run()
-        if site.name in self._skipped:
-            return self._skippable(site.name, run)
-        axes = self._analysis.embedders.get(site.name)
+        if name in self._skipped:
+            self._turns[name] += 1
+            calls, attentions = self._num_calls, self._num_attentions
+            out = run()
+            now = self._num_calls - calls, self._num_attentions - attentions
+            # One that is skipped leaves the numbers of calls after it as they are.
+            counted = self._counted.setdefault((name, self._turns[name]), now)
+            self._num_calls, self._num_attentions = calls + counted[0], attentions + counted[1]
+            return out
+        axes = self._analysis.embedders.get(name)
         if axes is None or not any(x is self._band for x in inputs):
             return run()
         return self._embedded(site, args, kwargs, axes)
-
-    def _skippable(self, name: str, run: Callable[[], Any]) -> Any:
-        """Runs a module that a step cache may skip, which leaves the numbers of calls after it as they are."""
-        self._turns[name] += 1
-        calls, attentions = self._num_calls, self._num_attentions
-        out = run()
-        now = self._num_calls - calls, self._num_attentions - attentions
-        counted = self._counted.setdefault((name, self._turns[name]), now)
-        self._num_calls, self._num_attentions = calls + counted[0], attentions + counted[1]
-        return out
 
     def _embedded(
         self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], axes: dict[int, int]

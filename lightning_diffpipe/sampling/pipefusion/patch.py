@@ -250,26 +250,21 @@ class PartRun(Run):
             return cut_arguments(block, flat, self.part)
         flat = list(flat)
         for leaf, tokens in block.inputs.items():
-            x, slices = flat[leaf], self._tokens_behind(flat[leaf], tokens)
-            if slices is None:
-                # Tables of rope are the same object for many blocks, and often for all steps: they are cut once.
-                selection = tokens.owned(self.part)
-                key = (id(x), tokens.axis, id(selection))
-                pieces = self.runner.of_request if id(x) in self.runner.of_request else self._pieces
-                if key not in pieces:
-                    pieces[key] = selection.take(x, tokens.axis)
-                    self._held.append(x)
-                slices = pieces[key]
-            flat[leaf] = slices
+            x, stand_in = flat[leaf], self._stand_ins.get(id(flat[leaf]))
+            if stand_in is not None and stand_in.tokens is tokens:
+                # A block may write into its arguments; other readers must not see that.
+                slices = stand_in.slices
+                flat[leaf] = slices if stand_in.is_read_once else slices.clone()
+                continue
+            # Tables of rope are the same object for many blocks, and often for all steps: they are cut once.
+            selection = tokens.owned(self.part)
+            key = (id(x), tokens.axis, id(selection))
+            pieces = self.runner.of_request if id(x) in self.runner.of_request else self._pieces
+            if key not in pieces:
+                pieces[key] = selection.take(x, tokens.axis)
+                self._held.append(x)
+            flat[leaf] = pieces[key]
         return flat
-
-    def _tokens_behind(self, x: Any, tokens: TokenAxis) -> Tensor | None:
-        """Returns the tokens of this part that an object of full size stands for; None if it stands for none."""
-        stand_in = self._stand_ins.get(id(x))
-        if stand_in is None or stand_in.tokens is not tokens:
-            return None
-        # A block may write into its arguments; other readers must not see that.
-        return stand_in.slices if stand_in.is_read_once else stand_in.slices.clone()
 
     def _attend(
         self,

@@ -46,7 +46,7 @@ from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     SequenceMode,
 )
 from lightning_diffpipe.sampling.pipefusion.stages import Stages, measured_costs
-from lightning_diffpipe.sampling.rehearsal import Predict, rehearse, rehearse_sharing
+from lightning_diffpipe.sampling.rehearsal import rehearse, rehearse_sharing
 from lightning_diffpipe.sampling.report import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.request import Request, require_warmup
 from lightning_diffpipe.sampling.schedulers import is_elementwise
@@ -219,10 +219,13 @@ class PipeFusion:
                     self.statistics.num_synchronous = run.plan.num_synchronous
 
     def _rehearse_once(self, request: Request, setting: PipeFusionSetting) -> None:
-        """Rehearses the first request of a layout that is run in parts."""
-        if not self.verify or not self._runs_in_parts(request.num_steps):
+        """Rehearses the first request of a layout that is run in patches, or whose tokens ranks share."""
+        shares_tokens = self.steps_all_rows and self.sequence_links.num_ranks > 1
+        runs_in_parts = shares_tokens or self._has_turns_of_patches(request.num_steps)
+        if not self.verify or not runs_in_parts:
             return
-        number = next(n for n, layout in self._by_number.items() if layout is setting.layout)
+        layout = setting.layout
+        number = next(n for n, other in self._by_number.items() if other is layout)
         if number in self._rehearsed:
             return
 
@@ -233,15 +236,11 @@ class PipeFusion:
             watch = Stopwatch(SamplingStatistics(), request.latents.device)
             return PipeFusionRun(self, still, replace(setting, plan=plan), watch).run(None)
 
-        self._rehearse(request, setting.layout, predict)
+        if shares_tokens:
+            rehearse_sharing(self.sequence_links, request, layout, predict)
+        else:
+            rehearse(self.links, request, layout, self.num_patches, predict)
         self._rehearsed.add(number)
-
-    def _runs_in_parts(self, num_steps: int) -> bool:
-        """Returns whether the model is ever given less than all tokens."""
-        return self._has_turns_of_patches(num_steps)
-
-    def _rehearse(self, request: Request, layout: Layout, predict: Predict) -> None:
-        rehearse(self.links, request, layout, self.num_patches, predict)
 
     def _refuse(self, layout: Layout, request: Request) -> None:
         """Raises ConfigurationError unless rows can be shared, and stepped separately."""
@@ -310,12 +309,6 @@ class SequenceParallel(PipeFusion):
     ) -> None:
         require_choice("mode", mode, list(SEQUENCE_MODES))
         super().__init__(model, sequence_links=links, sequence_mode=mode, axis=axis, verify=verify)
-
-    def _runs_in_parts(self, num_steps: int) -> bool:
-        return self.sequence_links.num_ranks > 1
-
-    def _rehearse(self, request: Request, layout: Layout, predict: Predict) -> None:
-        rehearse_sharing(self.sequence_links, request, layout, predict)
 
     def _refuse(self, layout: Layout, request: Request) -> None:
         layout.split_units(self.sequence_links.num_ranks, "the number of ranks")

@@ -39,7 +39,7 @@ from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unp
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, KvCache
 from lightning_diffpipe.sampling.tracing.attention import Attend, Kernel, kernels_of
-from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Selection, TokenAxis
+from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Selection
 
 SequenceMode = Literal["ulysses", "ring"]
 
@@ -73,7 +73,11 @@ class _OverRanks:
         """Attends to the tokens of all ranks; raises LayoutError for keys that ranks cannot divide."""
         self._refuse_keys(call)
         together, parts = self._share(call.part)
-        owned = _positions_among(call.tokens, together, parts)
+        # Positions of each rank's tokens, among those of all ranks together.
+        owned, whole = [call.tokens.owned(part) for part in parts], call.tokens.owned(together)
+        if whole.index is not None:
+            places = [torch.searchsorted(whole.index, each.index) for each in owned]
+            owned = [Selection(len(whole), index) for index in places]
         own = call.tokens.own_among_fed(call.part)
         if (size := call.k.shape[-2]) != own.size:
             raise LayoutError(
@@ -125,15 +129,6 @@ class _OverRanks:
             owned: Positions of the tokens of each rank among those of all ranks.
         """
         raise NotImplementedError
-
-
-def _positions_among(tokens: TokenAxis, together: Part, parts: Sequence[Part]) -> list[Selection]:
-    """Returns the positions of each part's tokens among those of all parts together."""
-    owned, whole = [tokens.owned(part) for part in parts], tokens.owned(together)
-    if whole.index is None:
-        return owned
-    places = [torch.searchsorted(whole.index, each.index) for each in owned]
-    return [Selection(len(whole), index) for index in places]
 
 
 class Ulysses(_OverRanks):

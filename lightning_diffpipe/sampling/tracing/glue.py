@@ -282,20 +282,13 @@ class _CallRecorder:
                 out = forward(*args, **kwargs)
             finally:
                 self._open = around
-            leaves = pytree.tree_leaves(out)
-            if self._may_be_constant(place) and all(map(_is_known, leaves)):
+            leaves, earlier = pytree.tree_leaves(out), self._earlier
+            may_be_constant = earlier is None or (place in earlier and bool(earlier[place].copies))
+            if may_be_constant and all(isinstance(x, Tensor) and not has_nan(x) for x in leaves):
                 call.results, call.copies = leaves, [x.clone() for x in leaves]
             return out
 
         return recorded
-
-    def _may_be_constant(self, place: Place) -> bool:
-        earlier = self._earlier
-        return earlier is None or (place in earlier and bool(earlier[place].copies))
-
-
-def _is_known(x: Any) -> bool:
-    return isinstance(x, Tensor) and not has_nan(x)
 
 
 def _around_blocks(model: nn.Module, blocks: Collection[str]) -> tuple[set[str], set[str]]:
