@@ -11,7 +11,7 @@ each has an emulator: the same code in one process.
     a request    request                                      what every method is given, and is compared with
        │
     methods      pipefusion/ · distrifusion/                  by `methods.py`, which may choose one, on the axes
-       │                                                      of `mesh.py`
+       │                                                      of `world.py`
     a model      tracing/                                     how a transformer can be run in parts
 
 Besides: `world.py` (all ranks), `digests.py` (have all the same model?), `rehearsal.py` (do parts compute the

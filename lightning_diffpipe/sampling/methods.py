@@ -32,7 +32,6 @@ from lightning_diffpipe.planning.sampling_rule import (
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.loop import settings_restored
-from lightning_diffpipe.sampling.mesh import Axis, MeshLinks, SamplingMesh, fit_mesh
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     SEQUENCE_MODES,
@@ -45,7 +44,7 @@ from lightning_diffpipe.sampling.skeleton import load_weights
 from lightning_diffpipe.sampling.source import Source
 from lightning_diffpipe.sampling.step_caches import refuse_cache, refuse_cache_of, step_cache_named
 from lightning_diffpipe.sampling.tracing.attention import compile_blocks, set_attention
-from lightning_diffpipe.sampling.world import World
+from lightning_diffpipe.sampling.world import Axis, MeshLinks, SamplingMesh, World, fit_mesh
 
 _WARMUP_STEPS = {"distrifusion": 4, "naive": 0}
 """Synchronous steps where none are asked for; 1 for other methods."""

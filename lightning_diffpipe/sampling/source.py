@@ -51,16 +51,14 @@ from lightning_diffpipe.sampling.loras import (
     refuse_adapted,
     refuse_scales,
 )
-from lightning_diffpipe.sampling.quantized import (
-    load_transformer,
-    opened_weights,
-    quantization_config,
-)
 from lightning_diffpipe.sampling.record import Controlled
 from lightning_diffpipe.sampling.skeleton import (
     Weights,
     check_weights,
+    load_transformer,
     load_weights,
+    opened_weights,
+    quantization_config,
     refuse_names,
     skeleton,
     stored_dtype,

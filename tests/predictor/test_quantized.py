@@ -190,7 +190,7 @@ def test_lora_files_are_added_to_the_values_of_what_is_stored_quantized(stored, 
 def test_what_cannot_be_read_is_named_before_weights_are(
     method, says, stored, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("lightning_diffpipe.sampling.quantized.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_diffpipe.sampling.skeleton.find_spec", lambda name: None)
     path = shutil.copytree(stored[0], tmp_path / "flux")
     config = json.loads((path / "transformer" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": method}

@@ -44,12 +44,13 @@ from lightning_diffpipe.sampling.tracing.layout import (
     shapes_of_call,
 )
 from lightning_diffpipe.sampling.tracing.marks import (
+    BlockKinds,
     CallAnswer,
+    RepeatedCalls,
     WithoutProducts,
     all_to_all,
     has_nan,
 )
-from lightning_diffpipe.sampling.tracing.repeats import BlockKinds, RepeatedCalls
 
 _LOOKS_AT_NO_NUMBER = {
     *(

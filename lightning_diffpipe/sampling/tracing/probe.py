@@ -13,7 +13,7 @@ Attention is replaced by "return the query", so that a transformer is local to a
    results that code between blocks only passes on (`glue.py`).
 
 That is about `log2(units) + 6` runs of the model, most of which follow NaN only and multiply nothing; in each,
-equal blocks run once (`repeats.py`). Weights do not matter, so placeholders will do.
+equal blocks run once (`marks.py`). Weights do not matter, so placeholders will do.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ from lightning_diffpipe.sampling.tracing.layout import (
 from lightning_diffpipe.sampling.tracing.marks import (
     MIXED,
     UNREACHED,
+    BlockKinds,
     CallAnswer,
     CodeWords,
+    RepeatedCalls,
     WithoutProducts,
     calls_answered,
     finite_placeholders,
@@ -62,7 +64,6 @@ from lightning_diffpipe.sampling.tracing.marks import (
     mixing_operator,
     token_local,
 )
-from lightning_diffpipe.sampling.tracing.repeats import BlockKinds, RepeatedCalls
 
 MAX_LAYOUTS = 8
 """So many layouts of one model are known at a time."""
