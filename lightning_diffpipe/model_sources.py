@@ -63,7 +63,7 @@ from lightning_diffpipe.sampling.source import (
     Settings,
     Source,
     call_arguments,
-    drawn_by,
+    images_of,
     refuse_prompts,
 )
 
@@ -363,7 +363,7 @@ class ModuleSource:
         arguments = _DEFAULTS | settings.given() | {"generator": settings.generator()}
         call = module.drawing(settings.prompts or (), **arguments)
         with module.evaluating():
-            return as_pil(drawn_by(call, sample))
+            return as_pil(images_of(call, sample))
 
     def part(self, name: str) -> nn.Module:
         """Returns the second denoiser of a cascade, with its weights."""

@@ -5,7 +5,7 @@ parts answer (`record.py`), counts the steps, shows what the denoiser is called 
 loop's own code brings rows together: a `Call`.
 
 Ranks that divide samples, or the two branches of guidance, give the denoiser some of its rows. Sizes do not say
-which: a text may have as many tokens as there are rows, frames may lie in the batch, both branches of a sample may
+which: a text may have as many tokens as there are rows, frames may be in the batch, both branches of a sample may
 follow each other. So further runs observe it:
 
     one sample more        what grows with the samples has rows of them, and nothing else has

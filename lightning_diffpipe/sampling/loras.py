@@ -2,7 +2,7 @@
 
 Diffusers' own loader puts the layers of a file into the structure of a part, which has no weights yet; they are
 taken out again, and what peft makes of them is added when a weight is read. So no rank holds more than its share of
-the denoiser, nothing is computed besides in a step, and a file means what it means in one process: its names, its
+the denoiser, a step computes nothing more, and a file means what it means in one process: its names, its
 scales, and what diffusers leaves out of it, with diffusers' own warning.
 """
 

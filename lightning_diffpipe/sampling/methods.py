@@ -72,7 +72,7 @@ class MethodOptions:
         num_patches: Patches of PipeFusion; None takes as many as stages.
         warmup_steps: Sampler warm-up: synchronous steps at the start, or `"auto"`; None takes what suits the
             method.
-        data: Size of the data axis of the mesh, if wished; so are the next three.
+        data: Size of the data axis of the mesh, or None to leave it open; so are the next three.
         compile: `"blocks"` compiles the blocks that the denoiser repeats, when they are called for the first time.
         compile_backend: Of `torch.compile`.
         cache: Step cache of diffusers: `"first_block"`, `"pyramid_attention"`, `"taylor_seer"`, or a configuration
@@ -140,24 +140,24 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
     Raises:
         ConfigurationError: There is no such method, mesh or option.
     """
-    method, wish = options.method, {axis: getattr(options, axis) for axis in get_args(Axis)}
+    method, given = options.method, {axis: getattr(options, axis) for axis in get_args(Axis)}
     require_choice("method", method, (*METHODS, "auto"))
     takers = [options_taken(name) for name in (CHOOSABLE if method == "auto" else (method,))]
     if not any(set(options.further) <= names for names in takers):
         raise _unknown(options, set().union(*takers))
     if method == "auto":
-        sizes = {axis: size for axis, size in wish.items() if size is not None}
+        sizes = {axis: size for axis, size in given.items() if size is not None}
         if num_ranks % math.prod(sizes.values()) or sizes.get("guidance", 1) > 2:
-            wished = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+            named = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
             raise ConfigurationError(
-                f"{num_ranks} ranks cannot be divided as {wished}; choose sizes whose product divides {num_ranks}, "
+                f"{num_ranks} ranks cannot be divided as {named}; choose sizes whose product divides {num_ranks}, "
                 "with guidance 1 or 2, or leave them out"
             )
         for name in ("mode", "sequence_mode"):
             if name in options.further:
                 require_choice(name, options.further[name], list(SEQUENCE_MODES))
         return options
-    mesh = fit_mesh(num_ranks, method, **wish)
+    mesh = fit_mesh(num_ranks, method, **given)
     chosen = replace(options, mesh=mesh, warmup_steps=options.synchronous_steps)
     _refuse_hooks(chosen)
     make_sampler(nn.Identity(), Alone(), Alone(), chosen)  # checks their values
@@ -242,7 +242,7 @@ class Chooser:
         device: Of a rank.
         num_ranks: Number of ranks.
         memory_bytes: Free memory of every rank, in bytes; None for no limit.
-        options: Wished options, which are not changed.
+        options: Options of the user, which are not changed.
     """
 
     def __init__(
@@ -259,21 +259,21 @@ class Chooser:
         self._refused: list[tuple[MethodOptions, DiffPipeError]] = []
 
     def choose(self, call: Call) -> MethodOptions:
-        """Returns the options with the first choice of the rule that is as wished and is not refused.
+        """Returns the options with the first choice of the rule that they allow and that is not refused.
 
         Raises:
-            ConfigurationError: Nothing is as wished.
+            ConfigurationError: They allow no choice.
             DiffPipeError: The last refusal, if nothing is left; what was refused may then be tried again.
         """
         case, options = self._case(call), self._options
         ranked = ranked_choices(case, options.num_patches)
-        wished = [
+        allowed = [
             choice
             for choice in ranked
             if set(options.further) <= options_taken(choice.method)
             and all(getattr(options, axis) in (None, size) for axis, size in choice.axes.items())
         ]
-        if not wished:
+        if not allowed:
             sizes = ((axis, getattr(options, axis)) for axis in get_args(Axis))
             axes = ", ".join(f"{axis}={size}" for axis, size in sizes if size) or "asked"
             by_method: dict[str, str] = {}
@@ -283,7 +283,7 @@ class Chooser:
                 f"method=auto cannot use {self._num_ranks} ranks as {axes}; these fit this request, among others: "
                 + "; ".join(by_method.values())
             )
-        for choice in wished:
+        for choice in allowed:
             decided = self._decided(choice)
             if self._is_refused(decided):
                 continue
@@ -292,7 +292,7 @@ class Chooser:
             except ConfigurationError as error:  # no need to try
                 self.refuse(decided, error)
                 continue
-            reasons = reason_for(choice, case), *dict.fromkeys(map(_said, self._refused))
+            reasons = reason_for(choice, case), *dict.fromkeys(map(_as_reason, self._refused))
             return replace(decided, reason="; ".join(reasons))
         _, last = self._refused[-1]
         self._refused.clear()
@@ -337,7 +337,7 @@ class Chooser:
         )
 
 
-def _said(refused: tuple[MethodOptions, DiffPipeError]) -> str:
+def _as_reason(refused: tuple[MethodOptions, DiffPipeError]) -> str:
     options, error = refused
     where = "" if isinstance(error, GraphError) else f" on {options.mesh}"
     return (
@@ -399,7 +399,7 @@ class Worker:
         self._sampler: Any = make_sampler(
             self._model, self.place.links, self.place.sequence_links, options
         )
-        self._later: dict[str, Any] = {}  # samplers of further denoisers, by their names
+        self._of_others: dict[str, Any] = {}  # samplers of further denoisers, by their names
         self._begin(0)
 
     def load(self, call: Call) -> dict[str, Any]:
@@ -475,11 +475,11 @@ class Worker:
             sampler, model = self._sampler, self._model
         else:
             model = call.pipeline.parts[call.denoiser]
-            if call.denoiser not in self._later:
+            if call.denoiser not in self._of_others:
                 prepare_denoiser(model, self.options)
                 links = self.place.links, self.place.sequence_links
-                self._later[call.denoiser] = make_sampler(model, *links, self.options)
-            sampler = self._later[call.denoiser]
+                self._of_others[call.denoiser] = make_sampler(model, *links, self.options)
+            sampler = self._of_others[call.denoiser]
         is_shared = self.options.method != "single" or self.options.cache is not None
         if is_shared and getattr(model, "is_cache_enabled", False):
             raise ConfigurationError(

@@ -318,7 +318,7 @@ class DiffusersFolder:
         assert self._pipeline is not None, "only the rank that leads has text encoders"
         self.check_adapters(settings)
         arguments = call_arguments(self._pipeline, settings)
-        return drawn_by(call_of(self._pipeline, arguments, self._device), sample)
+        return images_of(call_of(self._pipeline, arguments, self._device), sample)
 
     def part(self, name: str) -> nn.Module:
         """Returns another part that the loop calls."""
@@ -627,7 +627,7 @@ def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
     return arguments
 
 
-def drawn_by(call: PipelineCall, sample: Sample) -> Any:
+def images_of(call: PipelineCall, sample: Sample) -> Any:
     """Runs a pipeline's call with its denoising loop done by `sample`, and returns its images.
 
     Raises:

@@ -23,7 +23,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, get_args
@@ -316,8 +316,8 @@ AXES: dict[str, tuple[Axis, ...]] = {
 _LEFT_OVER: dict[str, Axis] = {"single": "data", "sequence": "sequence"}
 
 
-def fit_mesh(num_ranks: int, method: str, **wish: int | None) -> SamplingMesh:
-    """Completes wished sizes to a mesh of all ranks; another axis has size 1, or takes the remaining ranks.
+def fit_mesh(num_ranks: int, method: str, **given: int | None) -> SamplingMesh:
+    """Completes given sizes to a mesh of all ranks; another axis has size 1, or takes the remaining ranks.
 
     Raises:
         ConfigurationError: No mesh of all ranks is like that; the message lists those that are.
@@ -326,21 +326,18 @@ def fit_mesh(num_ranks: int, method: str, **wish: int | None) -> SamplingMesh:
         >>> print(fit_mesh(8, "pipefusion", guidance=2))
         guidance=2 x parallel=4
     """
-    wish = {name: size for name, size in wish.items() if size is not None}
+    given = {name: size for name, size in given.items() if size is not None}
     meshes, sizes = list(fitting_meshes(num_ranks, AXES[method])), dict.fromkeys(get_args(Axis), 1)
     del sizes[_LEFT_OVER.get(method, "parallel")]
-    sizes |= wish
+    sizes |= given
     mesh = next((each for each in meshes if sizes.items() <= asdict(each).items()), None)
     if mesh is None:
+        named = ", ".join(f"{name}={size}" for name, size in given.items())
         raise ConfigurationError(
-            f"method={method} cannot use {num_ranks} ranks as {_text(wish) or 'asked'}; these fit: "
+            f"method={method} cannot use {num_ranks} ranks as {named or 'asked'}; these fit: "
             + "; ".join(map(str, meshes))
         )
     return mesh
-
-
-def _text(wish: Mapping[str, int | None]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in wish.items())
 
 
 class MeshLinks:
