@@ -35,7 +35,7 @@ class AttentionCall(NamedTuple):
         tokens: Owners of its keys.
         attend: Torch's attention.
         options: Of it, besides the mask.
-        q: `(B, heads, tokens, width)`; of the tokens of the part, and of a ghost if the block is fed one.
+        q: `(B, heads, tokens, width)`; of the tokens of the part, and of a dummy text token if the block needs one.
         k: `(B, key heads, tokens, width)`, likewise.
         v: `(B, key heads, tokens, width of values)`, likewise.
         mask: Over the keys of the part, or over all keys.
@@ -62,7 +62,7 @@ class AttentionCall(NamedTuple):
         Raises:
             LayoutError: It differs from query to query.
         """
-        num_keys = len(self.tokens.fed(self.part))
+        num_keys = len(self.tokens.input_of(self.part))
         is_of_part = self.mask is not None and self.mask.shape[-1] == num_keys != self.tokens.size
         if not is_of_part:
             return None
@@ -71,7 +71,7 @@ class AttentionCall(NamedTuple):
                 f"{self.block.name} makes an attention mask of shape {tuple(self.mask.shape)} from its tokens; "
                 "parts of the tokens need one that is the same for all queries"
             )
-        return self.tokens.own_among_fed(self.part).take(self.mask, -1)
+        return self.tokens.own_in_input(self.part).take(self.mask, -1)
 
     def answer(self) -> Tensor:
         """Computes attention of these queries to these keys."""
@@ -141,13 +141,13 @@ class KvCache:
     def attend(self, call: AttentionCall) -> Tensor:
         """Writes the part's keys and values, then attends to all that can be seen."""
         keys = self.in_shares(call)
-        own = call.tokens.own_among_fed(call.part)  # a ghost's key and value belong to nobody
+        own = call.tokens.own_in_input(call.part)  # a dummy token's key and value belong to nobody
         keys.put(call.own(), own.take(call.k, -2), own.take(call.v, -2))
         if call.part.units is None or keys.whole is None:  # a synchronous step
             return call.answer()
         (key, value), mask = keys.whole, keys.mask
         if mask is not None and mask.shape[-2] == call.tokens.size > 1:  # one row for each query
-            mask = call.tokens.fed(call.part).take(mask, -2)
+            mask = call.tokens.input_of(call.part).take(mask, -2)
         written = self._buffers[call.place].written
         if self._hide_unseen and len(written) < len(self._patches):
             seen = self._keys_of(call, written)
@@ -159,8 +159,8 @@ class KvCache:
         """Begins a call of attention whose keys and values come one share after the other.
 
         Args:
-            call: Its part is that of all shares together, and has no ghost; its keys and values are those of one of
-                the shares, and their number of tokens does not matter.
+            call: Its part is that of all shares together, without dummy text; its keys and values are those of one
+                of the shares, and their number of tokens does not matter.
         """
         if call.part.units is None:
             views = self._synchronous_buffers(call) if self.keeps else None

@@ -169,7 +169,7 @@ class PartRun(Run):
         self._held: list[Tensor] = []  # so that identities stay what they are
         # Objects of full size stand for tokens only where a block is given just these.
         of_all_samples = self.part.units is not None and self.part.samples is None
-        self._uses_stand_ins = of_all_samples and not self.runner.layout.ghost
+        self._uses_stand_ins = of_all_samples and not self.runner.layout.dummy_text
 
     # --- what an interception asks ------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class PartRun(Run):
             self._inside = None
         leaves, slices = pytree.tree_leaves(out), []
         for leaf, tokens in sorted(block.outputs.items()):
-            own = tokens.own_among_fed(self.part)
+            own = tokens.own_in_input(self.part)
             slices.append(as_received(own.take(leaves[leaf], tokens.axis)))
         return slices
 

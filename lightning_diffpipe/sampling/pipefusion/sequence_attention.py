@@ -78,7 +78,7 @@ class _OverRanks:
         if whole.index is not None:
             places = [torch.searchsorted(whole.index, each.index) for each in owned]
             owned = [Selection(len(whole), index) for index in places]
-        own = call.tokens.own_among_fed(call.part)
+        own = call.tokens.own_in_input(call.part)
         if (size := call.k.shape[-2]) != own.size:
             raise LayoutError(
                 f"{call.block.name} attends to {size} tokens of rank {self._links.rank}, and the others expect "
@@ -88,14 +88,14 @@ class _OverRanks:
         own_mask, mask = call.own_mask(), call.mask
         if own_mask is not None:
             mask = self._gathered_mask(own_mask, owned)
-        tokens = call.tokens.without_ghost()
+        tokens = call.tokens.without_dummy_text()
         whole_call = call._replace(tokens=tokens, part=together, q=q, k=k, v=v, mask=mask)
         out = self._attend(whole_call, owned)
         if len(own) == own.size:
             return out
-        with_ghost = out.new_zeros(*call.q.shape[:-1], out.shape[-1])
-        own.put(with_ghost, -2, out)
-        return with_ghost
+        with_dummy_text = out.new_zeros(*call.q.shape[:-1], out.shape[-1])
+        own.put(with_dummy_text, -2, out)
+        return with_dummy_text
 
     def _gathered_mask(self, own: Tensor, owned: Sequence[Selection]) -> Tensor:
         """Returns a mask over the keys of all ranks, of masks that each makes from its own tokens."""
@@ -112,7 +112,7 @@ class _OverRanks:
         return mask
 
     def _refuse_keys(self, call: AttentionCall) -> None:
-        """Raises LayoutError if there are keys of others than the tokens that a block is fed."""
+        """Raises LayoutError if there are keys of others than the tokens that a block is given."""
         num_queries, num_keys = call.q.shape[-2], call.k.shape[-2]
         if num_queries != num_keys and int((call.tokens.owner < -1).sum()) != call.block.num_text:
             raise LayoutError(
@@ -122,7 +122,7 @@ class _OverRanks:
             )
 
     def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
-        """Answers a call without ghosts, whose part is that of all ranks together; tokens are those of this rank.
+        """Answers a call without dummy text, whose part is that of all ranks together.
 
         Args:
             call: Its query, key and value are those of this rank's tokens.

@@ -235,9 +235,9 @@ class BlockTracer:
                 f"{block.name}: some tokens belong to no row of the latents and to no text token; "
                 "the block mixes tokens outside attention, or adds tokens of its own"
             )
-        fed = {int(owner) for tokens in block.inputs.values() for owner in tokens.owner.unique()}
+        given = {int(owner) for tokens in block.inputs.values() for owner in tokens.owner.unique()}
         for tokens in filter(None, block.attention):
-            if not set(tokens.owner.unique().tolist()) <= fed:
+            if not set(tokens.owner.unique().tolist()) <= given:
                 raise LayoutError(
                     f"{block.name} attends to tokens that are none of its arguments, such as "
                     "learned registers added inside the block; it cannot run on a part of its tokens"
@@ -254,7 +254,7 @@ def cut_arguments(block: Block, flat: Sequence[Any], part: Part) -> list[Any]:
     """Cuts the arguments of a block to a part of its tokens and samples."""
     flat = list(flat)
     for leaf, tokens in block.inputs.items():
-        flat[leaf] = tokens.fed(part).take(flat[leaf], tokens.axis)
+        flat[leaf] = tokens.input_of(part).take(flat[leaf], tokens.axis)
     if part.samples is not None:
         for leaf, axis in block.input_samples.items():
             samples = part.samples_of(flat[leaf].shape[axis])

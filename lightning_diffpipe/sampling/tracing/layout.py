@@ -109,14 +109,14 @@ class TokenAxis:
         axis: Index of the axis.
         owner: For each index the unit, the text token (`text_token`), or `NOBODY`.
         num_text: Text tokens in the attention of the block, of which parts get shares.
-        ghost: Text tokens that some block cannot do without, by stream: of one of which a part has none, it is fed
-            the first.
+        dummy_text: Text tokens that some block cannot do without, by stream: a part that has none of a stream is
+            given the first one, whose result is dropped.
     """
 
     axis: int
     owner: Tensor
     num_text: int = 0
-    ghost: tuple[frozenset[int], ...] = ()
+    dummy_text: tuple[frozenset[int], ...] = ()
     _selected: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,28 +140,28 @@ class TokenAxis:
 
     def owned(self, part: Part) -> Selection:
         """Returns the tokens of a part."""
-        return self._select(part, with_ghost=False)
+        return self._select(part, with_dummy_text=False)
 
-    def fed(self, part: Part) -> Selection:
-        """Returns the tokens a block is given for a part: its own, and perhaps a ghost."""
-        return self._select(part, with_ghost=bool(self.ghost))
+    def input_of(self, part: Part) -> Selection:
+        """Returns the tokens a block is given for a part: its own, and perhaps dummy text."""
+        return self._select(part, with_dummy_text=bool(self.dummy_text))
 
-    def without_ghost(self) -> TokenAxis:
-        """Returns the same axis, of whose parts blocks are fed no more than their own."""
-        if self.ghost and "bare" not in self._selected:
+    def without_dummy_text(self) -> TokenAxis:
+        """Returns the same axis, of whose parts blocks are given no more than their own tokens."""
+        if self.dummy_text and "bare" not in self._selected:
             self._selected["bare"] = TokenAxis(self.axis, self.owner, self.num_text)
-        return self._selected["bare"] if self.ghost else self
+        return self._selected["bare"] if self.dummy_text else self
 
-    def _select(self, part: Part, with_ghost: bool) -> Selection:
-        key = (part.units, part.text, with_ghost)
+    def _select(self, part: Part, with_dummy_text: bool) -> Selection:
+        key = (part.units, part.text, with_dummy_text)
         if key not in self._selected:
             index = None
             if part.units is not None:
-                index = self._mask_of(part, with_ghost).nonzero().squeeze(1)
+                index = self._mask_of(part, with_dummy_text).nonzero().squeeze(1)
             self._selected[key] = Selection(self.size, index)
         return self._selected[key]
 
-    def _mask_of(self, part: Part, with_ghost: bool) -> Tensor:
+    def _mask_of(self, part: Part, with_dummy_text: bool) -> Tensor:
         """Returns which tokens are of a part's units, or of its share of the text."""
         mask = torch.zeros(self.size, dtype=torch.bool)
         for units in (part.units,) if isinstance(part.units, range) else part.units:
@@ -172,21 +172,21 @@ class TokenAxis:
             share = range(self.num_text * k // n, self.num_text * (k + 1) // n)
             number = _FIRST_TEXT - self.owner  # negative for all that is no text
             mask |= (number >= share.start) & (number < share.stop)
-        for stream in self.ghost if with_ghost else ():
+        for stream in self.dummy_text if with_dummy_text else ():
             # Decided by numbers, so alike on all axes, whichever tokens they have.
             if stream.isdisjoint(share):
                 mask |= self.owner == text_token(min(stream))
         return mask
 
-    def own_among_fed(self, part: Part) -> Selection:
-        """Returns the tokens of a part among those a block is given for it: all, but for a ghost."""
+    def own_in_input(self, part: Part) -> Selection:
+        """Returns the tokens of a part among those a block is given for it: all, but for dummy text."""
         key = (part.units, part.text, "own")
         if key not in self._selected:
-            owned, fed = self.owned(part), self.fed(part)
+            owned, given = self.owned(part), self.input_of(part)
             is_own = None
-            if len(owned) < len(fed):
-                is_own = torch.isin(fed.index, owned.index).nonzero().squeeze(1)
-            self._selected[key] = Selection(len(fed), is_own)
+            if len(owned) < len(given):
+                is_own = torch.isin(given.index, owned.index).nonzero().squeeze(1)
+            self._selected[key] = Selection(len(given), is_own)
         return self._selected[key]
 
 
@@ -330,7 +330,7 @@ class Layout:
         unique: dict[Any, TokenAxis] = {}
 
         def one(tokens: TokenAxis) -> TokenAxis:
-            key = tokens.axis, tokens.num_text, tokens.ghost, tuple(tokens.owner.tolist())
+            key = tokens.axis, tokens.num_text, tokens.dummy_text, tuple(tokens.owner.tolist())
             return unique.setdefault(key, tokens)
 
         for block in self.blocks:
@@ -339,8 +339,8 @@ class Layout:
             block.attention = [tokens and one(tokens) for tokens in block.attention]
 
     @property
-    def ghost(self) -> bool:
-        """Some block cannot run without text tokens, so that parts without are fed one, whose result is dropped."""
+    def dummy_text(self) -> bool:
+        """Some block cannot run without text tokens, so that parts without are given one (`TokenAxis.dummy_text`)."""
         return any(block.needs_text for block in self.blocks)
 
     @property

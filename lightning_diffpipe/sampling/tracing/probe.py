@@ -245,7 +245,10 @@ class _Probe:
         needs_text = any(block.needs_text for block in blocks)
         for block in blocks:
             for tokens in block.axes:
-                tokens.num_text, tokens.ghost = block.num_text, block.streams if needs_text else ()
+                tokens.num_text, tokens.dummy_text = (
+                    block.num_text,
+                    block.streams if needs_text else (),
+                )
         return blocks
 
     def _traced(

@@ -70,9 +70,9 @@ def test_parameters_of_a_block_that_glue_reads():
 
 
 @pytest.mark.slow
-def test_a_block_that_cannot_do_without_text_gets_a_ghost():
-    assert layout_of("qwen").ghost
-    assert not layout_of("flux").ghost
+def test_a_block_that_cannot_do_without_text_gets_a_dummy():
+    assert layout_of("qwen").dummy_text
+    assert not layout_of("flux").dummy_text
 
 
 @pytest.mark.parametrize("num_texts", [(5,), (1,), (2, 7), (8, 1, 3)])
@@ -91,15 +91,15 @@ def test_ranks_that_share_tokens_are_fed_as_many_on_every_axis(
     block = layouts.Block("block", [], None, attention=[TokenAxis(-2, torch.cat([text, units]))])
     block.inputs = {leaf: TokenAxis(1, owner) for leaf, owner in enumerate(owners)}
     for tokens in block.axes:
-        tokens.num_text, tokens.ghost = total, block.streams
+        tokens.num_text, tokens.dummy_text = total, block.streams
     [attention], own = block.attention, []
     for rank, share in enumerate(torch.arange(8).chunk(num_ranks)):
         part = Part(range(int(share[0]), int(share[-1]) + 1), (rank, num_ranks))
-        fed = [axis.owner[axis.fed(part).index] for axis in block.inputs.values()]
+        fed = [axis.owner[axis.input_of(part).index] for axis in block.inputs.values()]
         assert all(len(each) for each in fed)
-        there = attention.owner[attention.fed(part).index]
+        there = attention.owner[attention.input_of(part).index]
         assert sorted(torch.cat(fed).tolist()) == sorted(there.tolist())
-        own += attention.own_among_fed(part).take(there, 0).tolist()
+        own += attention.own_in_input(part).take(there, 0).tolist()
     assert sorted(own) == sorted(attention.owner.tolist())
 
 
@@ -184,7 +184,7 @@ def as_data(layout):
         )
         for b in layout.blocks
     ]  # fmt: skip
-    rest = (layout.readers, layout.ghost, layout.cuts_samples, layout.rows_per_unit)
+    rest = (layout.readers, layout.dummy_text, layout.cuts_samples, layout.rows_per_unit)
     kept = (layout.constants, layout.step_constants, sorted(layout.passed))
     return repr((blocks, rest, kept, sorted(layout.glue_parameters)))
 
