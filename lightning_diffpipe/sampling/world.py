@@ -132,7 +132,10 @@ class World:
             watcher.fail(error)
 
     def _errors(self, error: Exception | None, give_up: Callable[[], None]) -> list[Any]:
-        """Waits for all ranks; returns their errors, none if all have succeeded."""
+        """Waits for all ranks; returns their errors, none if all have succeeded.
+
+        First each rank says whether it has an error, and only if any has, what.
+        """
         flags = [torch.zeros(1, dtype=torch.uint8) for _ in range(self.num_ranks)]
         has_given_up = False
 
@@ -161,7 +164,7 @@ class World:
             raise error from None
         if any(gave_up for _, gave_up in outcomes):
             give_up()
-        return [error for error, _ in outcomes]
+        return [each for each, _ in outcomes]
 
     def measured_link(self) -> Link:
         """Measures latency and bandwidth of messages of denoisers between ranks; collective, the same on all ranks.

@@ -340,7 +340,7 @@ class Layout:
 
     @property
     def dummy_text(self) -> bool:
-        """Some block cannot run without text tokens, so that parts without are given one (`TokenAxis.dummy_text`)."""
+        """Some block cannot run without text tokens: parts without are given one, see `TokenAxis.dummy_text`."""
         return any(block.needs_text for block in self.blocks)
 
     @property
