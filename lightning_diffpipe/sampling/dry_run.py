@@ -431,7 +431,7 @@ def with_more_samples(
     """Yields arguments of a pipeline for more samples, with their number: the first that can be sampled will do.
 
     Args:
-        arguments: Of the request.
+        arguments: Arguments of the request.
         known: Names of all that the pipeline takes.
     """
     prompts, each = count_samples(arguments)
@@ -516,9 +516,9 @@ def inner_of(places: Mapping[str, int], name: str, inputs: int, arguments: Any) 
 
     Args:
         places: Rows for each sample, from `rows_by_place`.
-        name: Of the argument with the latents.
+        name: Name of the argument with the latents.
         inputs: `inner` of these.
-        arguments: Of that call.
+        arguments: Arguments of that call.
 
     Raises:
         InseparableError: An argument has other rows than the latents, in an order that is not known.

@@ -471,11 +471,11 @@ class Step:
 
     Args:
         plain: The scheduler's own `step`.
-        arguments: Of that call by name, the scheduler first.
+        arguments: Arguments of that call by name, the scheduler first.
 
     Attributes:
-        prediction: Of the denoiser, after guidance.
-        timestep: Of this step.
+        prediction: Prediction of the denoiser, after guidance.
+        timestep: Timestep of this step.
         sample: The latents before it.
     """
 

@@ -62,7 +62,7 @@ class StoredLora:
 
     Args:
         path: A file, or a folder with `pytorch_lora_weights.safetensors`.
-        scale: Of its outputs.
+        scale: Factor of its outputs.
         cls: The pipeline's class, which knows how such files are named.
         unet: Config of the U-Net, if there is one, by which blocks of some files are numbered.
         is_second: It is for the second denoiser, under the name of the first.

@@ -74,7 +74,7 @@ class MethodOptions:
             method.
         data: Size of the data axis of the mesh, or None to leave it open; so are the next three.
         compile: `"blocks"` compiles the blocks that the denoiser repeats, when they are called for the first time.
-        compile_backend: Of `torch.compile`.
+        compile_backend: Backend of `torch.compile`.
         cache: Step cache of diffusers: `"first_block"`, `"pyramid_attention"`, `"taylor_seer"`, or a configuration
             such as `FirstBlockCacheConfig(threshold=0.1)`; see docs/sampling.md.
         attention: Kernel of the denoiser's attention, by diffusers' name, such as `"flash"`; None leaves it alone.
@@ -239,7 +239,7 @@ class Chooser:
     Args:
         model: The denoiser, perhaps a skeleton.
         link: Between any two ranks.
-        device: Of a rank.
+        device: Device of a rank.
         num_ranks: Number of ranks.
         memory_bytes: Free memory of every rank, in bytes; None for no limit.
         options: Options of the user, which are not changed.

@@ -35,7 +35,7 @@ class Record:
     """Answers of the parts of one call.
 
     Attributes:
-        answers: Of calls before the loop, by part and method, in order.
+        answers: Answers of calls before the loop, by part and method, in order.
         attributes: Everything else that was looked up.
         in_loop: Parts that are called inside the loop: all ranks need them.
         controls: Parts whose answers only a denoiser reads, such as ControlNets, with their answers, without

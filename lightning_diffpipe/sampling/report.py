@@ -119,8 +119,8 @@ class RankReport:
 
     Attributes:
         options: Method and mesh that were decided on.
-        statistics: Of the sampler, empty on ranks without a prompt; with what was sent outside of it: between
-            halves of guidance, and final latents to rank 0.
+        statistics: Statistics of the sampler, empty on ranks without a prompt; with what was sent outside of it,
+            between halves of guidance, and as final latents to rank 0.
         resident_bytes: Bytes of the denoiser's parameters on this rank.
         whole_bytes: Bytes of all its parameters.
         is_finite: Whether the final latents of this rank's share of the prompts are finite.
@@ -145,8 +145,8 @@ class SamplingReport:
         reason: Why this method, if it was chosen automatically.
         step_s: Seconds of one denoising step: the median over steps, of the slowest rank.
         sampling_s: Seconds of the denoising loop.
-        bytes_sent: By kind, over all ranks.
-        messages_sent: By kind, over all ranks.
+        bytes_sent: Bytes by kind, over all ranks.
+        messages_sent: Messages by kind, over all ranks.
         resident_bytes: Bytes of the denoiser's parameters, by rank.
         whole_bytes: Bytes of all its parameters.
         total_s: Seconds of the whole request on rank 0, with encoding and decoding.

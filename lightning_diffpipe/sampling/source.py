@@ -167,7 +167,7 @@ class Source(Protocol):
     """A model that can be sampled.
 
     Attributes:
-        name: Of the denoiser, among the parts of the pipeline.
+        name: Name of the denoiser, among the parts of the pipeline.
         denoiser: The module that is made parallel, perhaps a skeleton.
         weights: Files with the weights of the skeleton; None if the denoiser has its weights.
     """
@@ -513,8 +513,8 @@ def load_part(
         path: Folder or hub id.
         name: Sub-folder of the part, such as `"unet"`; empty if it has none.
         entry: Library and class of the part, a module, tokenizer or scheduler; as in `model_index.json`.
-        dtype: Of its weights; None for that in which most of them are stored.
-        variant: Of its files, where there are such files, as in diffusers.
+        dtype: Type of its weights; None for that in which most of them are stored.
+        variant: Variant of its files, where there are such files, as in diffusers.
 
     Raises:
         CheckpointError: The weights are those of a part with adapters, or some are missing or not known.

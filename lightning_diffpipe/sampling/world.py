@@ -55,7 +55,7 @@ class World:
 
     Attributes:
         links: Links between all of them, over gloo: rare messages go through the host.
-        backend: Of messages between denoisers, `"gloo"` or `"nccl"`.
+        backend: Backend of messages between denoisers, `"gloo"` or `"nccl"`.
     """
 
     links: ProcessLinks | Alone

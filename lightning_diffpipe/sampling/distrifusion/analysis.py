@@ -99,8 +99,8 @@ class ModelCall(NamedTuple):
     """One call of a model, on all rows.
 
     Attributes:
-        interception: Of the model, installed.
-        latents: Of the request; rows are the last but one axis.
+        interception: Interception of the model, installed.
+        latents: Latents of the request; rows are the last but one axis.
     """
 
     interception: Interception

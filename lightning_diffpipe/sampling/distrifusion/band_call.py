@@ -60,7 +60,7 @@ class StepKind:
     """A denoising step, with the data of other bands that it may read.
 
     Attributes:
-        index: From 0.
+        index: Number of the step, from 0.
         synchronous: Their data of this step.
         alone: Nothing (naive patches).
         keep: Data that the next step may read are stored, or sent.

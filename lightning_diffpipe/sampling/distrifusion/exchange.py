@@ -79,7 +79,7 @@ class Exchange:
     """All exchanges of one call of the model in a denoising step, over the steps of one request.
 
     Args:
-        calls_per_message: Of one kind, in displaced steps.
+        calls_per_message: Calls of one kind that share a message, in displaced steps.
         skips: Whether all ranks may skip a call in some steps; then the data of its last step is read.
     """
 

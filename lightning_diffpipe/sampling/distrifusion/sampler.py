@@ -149,7 +149,7 @@ class DistriFusionRun(Run):
     """State of one request on this rank.
 
     Attributes:
-        settings: Of the model; one of others is looked at again.
+        settings: Digest of the settings of the model; one with others is analysed again.
     """
 
     sampler: DistriFusion
@@ -335,7 +335,7 @@ def emulate(
         link: Latency and bandwidth of messages; None for no delay.
         on_step: Called by band 0.
         timeout_s: Longest wait, in seconds.
-        options: Of `DistriFusion`.
+        options: Options of `DistriFusion`.
 
     Returns:
         The final latents, and the samplers of all bands with their statistics.

@@ -34,7 +34,7 @@ class AttentionCall(NamedTuple):
         place: Number of the block call, and of the attention call inside it.
         tokens: Owners of its keys.
         attend: Torch's attention.
-        options: Of it, besides the mask.
+        options: Options of attention, without the mask.
         q: `(B, heads, tokens, width)`; of the tokens of the part, and of a dummy text token if the block needs one.
         k: `(B, key heads, tokens, width)`, likewise.
         v: `(B, key heads, tokens, width of values)`, likewise.

@@ -65,10 +65,10 @@ class PartRunner:
 
     Attributes:
         stage: Blocks of this rank.
-        interception: Of the model's blocks, and of modules whose results are stored.
+        interception: Sites of the model's blocks, and of modules whose results are stored.
         attend: Function that computes attention.
         fill: Value of everything that must not be read.
-        step_cache: Modules of its that are `hooked` may be skipped.
+        step_cache: Step cache, of which modules that are `hooked` may be skipped.
     """
 
     layout: Layout

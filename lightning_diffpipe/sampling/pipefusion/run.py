@@ -57,7 +57,7 @@ class PipeFusionRun:
     """State of one request on this rank, caches included.
 
     Attributes:
-        plan: Of the request; W is put in as soon as it is known.
+        plan: Plan of the request; W is put in as soon as it is known.
     """
 
     def __init__(

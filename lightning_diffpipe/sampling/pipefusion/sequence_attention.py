@@ -294,7 +294,7 @@ def attention_part(
         v: `(batch, key heads, keys, width of values)`.
         mask: Boolean, false where a key is hidden, or what is added to scores. A query that sees none of these keys
             gets zeros, and a normaliser of minus infinity.
-        scale: Of scores.
+        scale: Factor of scores.
         attend: The attention that is asked for; a kernel of the user's computes if there is no mask.
 
     Returns:

@@ -70,7 +70,7 @@ def find_passed(
     Args:
         run: Runs `denoise`; the function it is given answers the calls of blocks.
         blocks: Calls of blocks.
-        device: Of the results of stubbed blocks.
+        device: Device of the results of stubbed blocks.
     """
     follower = _Follower(blocks, device)
     with follower:

@@ -202,11 +202,11 @@ class AttentionSize:
     """One call of attention.
 
     Attributes:
-        heads: Of queries.
-        key_heads: Of keys and values; fewer than `heads` with grouped queries.
+        heads: Heads of queries.
+        key_heads: Heads of keys and values; fewer than `heads` with grouped queries.
         head_size: Width of a query or key.
         value_size: Width of a value.
-        element_bytes: Of one number.
+        element_bytes: Bytes of one number.
     """
 
     batch: int
@@ -224,8 +224,9 @@ class Block:
     Attributes:
         inputs: Token axes of arguments, by position among the leaves of `(args, kwargs)`.
         outputs: Token axes of results, by position among the leaves.
-        attention: Of the keys of each attention call; None for cross-attention, whose keys belong to nobody.
-        sizes: Of each attention call, cross-attention included.
+        attention: Token axis of the keys of each attention call; None for cross-attention, whose keys belong to
+            nobody.
+        sizes: Size of each attention call, cross-attention included.
         needs_text: It cannot run without text tokens.
         cuts_samples: It can run on a part of the samples.
         input_samples: Axes of arguments that count samples.
@@ -301,7 +302,7 @@ class Layout:
 
     Attributes:
         blocks: Calls of blocks in one call of `denoise`, in order.
-        axis: Of the latents, that is cut, from the end.
+        axis: Axis of the latents that is cut, from the end.
         num_rows: Length of that axis.
         rows_per_unit: Rows that belong together.
         readers: For each call, the calls that read its result through code between blocks;

@@ -387,7 +387,7 @@ class RepeatedCalls:
     """Answers repeated calls of the blocks in one run.
 
     Args:
-        kinds: Of the model.
+        kinds: Kinds of blocks of the model.
         by_value: Numbers matter, too: what is no result of a block must be the same tensor.
     """
 

@@ -348,7 +348,7 @@ class LayoutStore:
     of their arguments; that costs no more than the code between blocks.
 
     Args:
-        axis: Of the latents, that is cut; None for the default.
+        axis: Axis of the latents that is cut; None for the default.
     """
 
     def __init__(self, axis: int | None = None) -> None:
