@@ -151,8 +151,8 @@ class Call:
         mine: Samples that this rank computes; None means all.
         divided: Place where ranks divide branches of guidance: in the `"batch"`, or by `"calls"`; None for neither.
         index: Index of the branch that this rank computes.
-        random_states: States of the default generators of the rank that made the call, that of the host first. Where
-            the pipeline passes its scheduler no generator, noise is sampled by these, on all ranks alike.
+        random_states: States of the default generators of the rank that made the call, that of the host first.
+            Where the pipeline passes its scheduler no generator, noise is sampled by these, on all ranks alike.
         loop: Loop of this rank, once it has started.
         patch_schedulers: Schedulers of patches of the request that began last, once they have stepped.
         samples_in: Rows of each sample, where they were observed (`observe_samples`).
