@@ -414,11 +414,11 @@ class Worker:
         refuse_request(call, self.options)
         if self.place.mesh.sequence > 1 and self._sampler.sequence_mode == "ring":
             refuse_without_normaliser(self._model, call.latents.device)
-        mine = self._share(call)
-        if not len(mine.latents):
+        share = self._share(call)
+        if not len(share.latents):
             return {}
         with call.sampling_alike(self.world.rank):
-            return self._load(*self._request(mine.phase(0, mine.latents)))
+            return self._load(*self._request(share.phase(0, share.latents)))
 
     def sample(
         self, call: Call, on_step: Callable[[int], None], prepared: Mapping[str, Any]
@@ -432,16 +432,16 @@ class Worker:
             DiffPipeError: With a note of whether messages are under way that cannot be taken back.
         """
         self._begin(len(call.timesteps))
-        mine = self._share(call)
-        latents, phases = mine.latents, list[SamplingStatistics]()
+        share = self._share(call)
+        latents, phases = share.latents, list[SamplingStatistics]()
         if not len(latents):
             return latents
         was_training = self._model.training
         self._model.eval()
         try:
             with call.sampling_alike(self.world.rank), settings_restored(call.pipeline.parts):
-                for index, phase in enumerate(mine.phases):
-                    sampler, request = self._request(mine.phase(index, latents))
+                for index, phase in enumerate(share.phases):
+                    sampler, request = self._request(share.phase(index, latents))
                     latents = sampler.sample(
                         request,
                         lambda step, start=phase.start: on_step(start + step),
@@ -459,15 +459,17 @@ class Worker:
         return latents
 
     def _begin(self, num_steps: int) -> None:
+        """Begins to count for a request."""
         self._num_steps, self._is_finite = num_steps, True
-        self._statistics, self._before = SamplingStatistics(), self._sent_around()
+        self._statistics, self._sent_before = SamplingStatistics(), self._sent_outside()
 
     def _share(self, call: Call) -> Call:
+        """Returns the request for the samples that ranks at this rank's position on the data axis have."""
         start, stop = self.place.share_of(call.num_shares)[self.place.data]
         return call if stop - start == call.num_shares else call.samples(start, stop)
 
     def _request(self, call: Call) -> tuple[Any, Request]:
-        """Returns who samples it, with layers and shapes of its denoiser, and this rank's branch of its share."""
+        """Returns the sampler of the request's denoiser, and the request for this rank's branch of guidance."""
         exchange = None
         if self.place.mesh.guidance == 2:
             call, exchange = call.branch(self.place.guidance), self.place.exchange
@@ -538,17 +540,17 @@ class Worker:
 
     def report(self) -> RankReport:
         """Returns the report of this rank for the last request."""
-        around, sampled = self._sent_around().since(self._before), self._statistics
+        sampled, outside = self._statistics, self._sent_outside().since(self._sent_before)
         sizes = [(p, held_bytes(p)) for p in self._model.parameters()]
         return RankReport(
             self.options,
             self._num_steps,
-            replace(sampled, traffic=sampled.traffic.plus(around)),
+            replace(sampled, traffic=sampled.traffic.plus(outside)),
             sum(size for p, size in sizes if not is_placeholder(p)),
             sum(size for _, size in sizes),
             self._is_finite,
         )
 
-    def _sent_around(self) -> Traffic:
+    def _sent_outside(self) -> Traffic:
         """Returns the bytes sent so far outside the sampler."""
         return self.place.branches.traffic.plus(self.world.links.traffic)
