@@ -39,14 +39,14 @@ from lightning_diffpipe.modules.parts import (
     read_checkpoint,
 )
 from lightning_diffpipe.pipelines.stand_ins import checked_arguments
-from lightning_diffpipe.sampling.digests import Identity
-from lightning_diffpipe.sampling.loop import denoisers_among
-from lightning_diffpipe.sampling.loras import (
+from lightning_diffpipe.sampling.adapters import (
     AdaptedWeights,
     add_to_others,
     read_loras,
     refuse_adapted,
 )
+from lightning_diffpipe.sampling.digests import Identity
+from lightning_diffpipe.sampling.loop import denoisers_among
 from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
     StateDict,

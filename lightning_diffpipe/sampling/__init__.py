@@ -4,7 +4,7 @@ A `Request` says what is sampled; a `Sampler` says how. All samplers return the 
 each has an emulator: the same code in one process.
 
     prompts      predictor · source · skeleton                a model without weights, and those of one rank,
-                 loras · ip_adapters                          with what is added to it
+                 adapters                                     with what is added to it
        │
     the loop     dry_run · call · loop · record · schedulers  a pipeline's own `__call__`, run step by step
        │

@@ -33,24 +33,22 @@ from lightning_diffpipe.errors import (
 from lightning_diffpipe.graph.fakes import shapes_without_values
 from lightning_diffpipe.graph.placement import keep_stored, note_stored_bytes, quantize_all
 from lightning_diffpipe.quantization import quantizations_of, quantize_components
-from lightning_diffpipe.sampling.call import Call
-from lightning_diffpipe.sampling.digests import Identity, as_texts
-from lightning_diffpipe.sampling.dry_run import dry_run_of
-from lightning_diffpipe.sampling.ip_adapters import (
-    load_image_encoder,
-    refuse_images,
-    require_ip_adapters,
-    with_ip_adapters,
-)
-from lightning_diffpipe.sampling.loop import PipelineCall, denoisers_among, settings_restored
-from lightning_diffpipe.sampling.loras import (
+from lightning_diffpipe.sampling.adapters import (
     AdaptedWeights,
     add_to_others,
     add_to_part,
+    load_image_encoder,
     read_loras,
     refuse_adapted,
+    refuse_images,
     refuse_scales,
+    require_ip_adapters,
+    with_ip_adapters,
 )
+from lightning_diffpipe.sampling.call import Call
+from lightning_diffpipe.sampling.digests import Identity, as_texts
+from lightning_diffpipe.sampling.dry_run import dry_run_of
+from lightning_diffpipe.sampling.loop import PipelineCall, denoisers_among, settings_restored
 from lightning_diffpipe.sampling.record import Controlled
 from lightning_diffpipe.sampling.skeleton import (
     Weights,

@@ -19,7 +19,7 @@ from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.modules.adapters import LORA_FILE
 from lightning_diffpipe.modules.latent_diffusion import as_pil
 from lightning_diffpipe.sampling import loras as sampling_loras
-from lightning_diffpipe.sampling.loras import AdaptedWeights
+from lightning_diffpipe.sampling.adapters import AdaptedWeights
 from lightning_diffpipe.sampling.skeleton import SafetensorsFolder, skeleton
 from tests.command import call
 from tests.modules.tiny_parts import save_checkpoint, tiny_latent_diffusion
