@@ -131,24 +131,21 @@ class _ObservedRun:
         return out
 
     def _on_step(self, step: Step) -> Any:
-        if not self.timesteps:
-            self._note_start(step)
+        if not self.timesteps:  # the loop starts
+            _refuse_predicted_variance(step)
+            request = self.request
+            request.whole, request.scheduler = step.sample, copy.deepcopy(step.scheduler)
+            request.scheduler.__class__ = type(step.scheduler).__mro__[1]
+            request.by_place = attention_processors(self._parts) != self._processors
+            request.step_arguments = copied(snapshot(step.options))
+            if self._predicts_more and not step.prediction.isnan().any():
+                request.channels = step.sample.shape[1]
         self._note_calls(step)
         self.timesteps.append(step.timestep)
         self._calls.clear()
         if len(self.timesteps) == self._num_steps:
             raise LoopEnds
         return step.take(step.prediction.nan_to_num())
-
-    def _note_start(self, step: Step) -> None:
-        _refuse_predicted_variance(step)
-        request = self.request
-        request.whole, request.scheduler = step.sample, copy.deepcopy(step.scheduler)
-        request.scheduler.__class__ = type(step.scheduler).__mro__[1]
-        request.by_place = attention_processors(self._parts) != self._processors
-        request.step_arguments = copied(snapshot(step.options))
-        if self._predicts_more and not step.prediction.isnan().any():
-            request.channels = step.sample.shape[1]
 
     def _note_calls(self, step: Step) -> None:
         phases, denoisers = self.request.phases, tuple(sorted(self._calls))

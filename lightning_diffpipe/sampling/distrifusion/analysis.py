@@ -268,24 +268,18 @@ class MarkedRun(Run, TorchFunctionMode):
             self.embedders = {k: v for k, v in self.embedders.items() if not k.startswith(inside)}
             self.embedders[site.name] = self._look.axes(out)
         # Functions that look beyond a band are known by their position, so that none is left out later.
+        may_run_once = is_local and self._num_calls[site.name] == 1 and len(given) == 1
         if (
-            is_local
-            and self._num_calls[site.name] == 1
-            and self._is_constant(site.module, given, out)
+            may_run_once
+            and not self._texts_see_image
+            and any(isinstance(inner, nn.Linear) for inner in site.module.modules())
+            and all(_is_float(x) and x.ndim >= 3 and not has_nan(x) for x in (*given, out))
         ):
             self.constant = {name for name in self.constant if not name.startswith(inside)}
             self.constant.add(site.name)
         else:
             self.constant.discard(site.name)
         return out
-
-    def _is_constant(self, module: nn.Module, given: Sequence[Any], out: Any) -> bool:
-        """Returns whether nothing but a text, which has seen nothing of the image, is given and returned."""
-        if self._texts_see_image or len(given) != 1:
-            return False
-        multiplies = any(isinstance(inner, nn.Linear) for inner in module.modules())
-        texts = (_is_float(x) and x.ndim >= 3 and not has_nan(x) for x in (*given, out))
-        return multiplies and all(texts)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

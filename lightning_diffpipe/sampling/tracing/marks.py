@@ -337,7 +337,15 @@ class BlockKinds:
         self._modules: dict[str, Hashable] = {}
         self._numbers = itertools.count()
         # Those of instances, before anything is wrapped around them.
-        self._forwards = {m: own for m in model.modules() if (own := _own_forward(m)) is not None}
+        self._forwards: dict[nn.Module, Any] = {}
+        for module in model.modules():
+            forward = vars(module).get("forward")
+            forward = getattr(forward, "diffpipe_original", forward)
+            if (
+                forward is not None
+                and getattr(forward, "__func__", None) is not type(module).forward
+            ):
+                self._forwards[module] = forward
 
     def of(self, name: str, args: Any, kwargs: Any) -> Hashable:
         """Returns the kind of a call, by its block's code and shapes; a new kind if these cannot be described."""
@@ -366,13 +374,6 @@ class BlockKinds:
             inner = name.removeprefix(block)
             parts.append((inner, type(module), tuple(of_tensors), tuple(of_settings)))
         return tuple(parts)
-
-
-def _own_forward(module: nn.Module) -> Any:
-    """Returns the `forward` of an instance, below our own wrappers; None if it has that of its class."""
-    forward = vars(module).get("forward")
-    forward = getattr(forward, "diffpipe_original", forward)
-    return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def _of_tensor(x: Tensor) -> Hashable:
