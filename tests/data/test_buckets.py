@@ -15,7 +15,7 @@ from PIL import Image
 
 from lightning_diffpipe.cli.data import _sheet
 from lightning_diffpipe.data import ImageFolderDataModule
-from lightning_diffpipe.data.buckets import Sizes
+from lightning_diffpipe.data.buckets import Shape, Sizes
 from lightning_diffpipe.errors import ConfigurationError, DataError
 from lightning_diffpipe.training.loader import PipelineLoader, shared_out
 from tests.command import call
