@@ -99,7 +99,7 @@ def refuse_settings(config: DictConfig, expected: DictConfig, verb: str) -> None
         verb: Name of the verb.
     """
     for name in map(str, expected):
-        if config._get_node(name) is None:
+        if name not in config.keys():  # noqa: SIM118, as a value that must be given is not "in" it
             raise ConfigurationError(
                 f"the setting {name} has been deleted; leave ~ out, and let a config of your own begin with "
                 f"defaults: [{verb}, _self_]"
