@@ -110,12 +110,12 @@ def refuse_settings(config: DictConfig, expected: DictConfig, verb: str) -> None
             raise ConfigurationError(
                 f"{name}={config[name]} is no group of settings; leave it out, or take one that --help lists"
             )
-    text, names = OmegaConf.to_yaml(config), ", ".join(map(str, expected))
-    for name in map(str, config.keys() - expected.keys()):
-        if not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text):
+    text, names = OmegaConf.to_yaml(config), [str(name) for name in expected]
+    for name in map(str, config):
+        if name not in names and not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text):
             raise ConfigurationError(
                 f"{name} changes nothing, as no setting has this name or refers to it; `diffpipe {verb} --help` "
-                f"shows those of {names}"
+                f"shows those of {', '.join(names)}"
             )
 
 
