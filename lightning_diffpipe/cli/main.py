@@ -87,9 +87,9 @@ def _run(name: str, arguments: Sequence[str]) -> None:
             with contextlib.suppress(OSError):  # the same folder, where something is
                 Path(HydraConfig.get().runtime.output_dir).rmdir()
         try:
+            refuse_settings(config, hydra.compose(name), name)
             if "trainer" in config:
                 announce_loading()
-            refuse_settings(config, hydra.compose(name), name)
             refuse_values(config)
             return function(config)
         except InstantiationException as error:
