@@ -637,7 +637,8 @@ def images_of(call: PipelineCall, sample: Sample) -> Any:
     except (DiffPipeError, torch.OutOfMemoryError):
         raise
     except (TypeError, ValueError) as error:  # what the pipeline's own checks raise
-        raise ConfigurationError(f"{call.name}: {error}") from error
+        said = re.sub(r"tensor\([^()]*\)", "tensor(...)", str(error))
+        raise ConfigurationError(f"{call.name}: {said}") from error
     except Exception as error:
         if lacking := _lacking_package(error):
             raise ConfigurationError(

@@ -163,10 +163,17 @@ class StepCache:
             try:
                 apply = getattr(hooks, _APPLIED_BY[type(self.config).__name__])
                 apply(self._model, self.config)
-            except (ValueError, IndexError) as error:
+            except IndexError as error:  # there are no blocks
+                raise self._unknown("none of its blocks is of a known kind") from error
+            except ValueError as error:
                 raise self._unknown(error) from error
             self._find(before)
-            yield self
+            try:
+                yield self
+            except Exception as error:
+                if _raised_in(error).startswith("diffusers.hooks."):
+                    raise self._unfit(error) from error
+                raise
         finally:
             watch.remove()
             for module, names in before.items():
@@ -182,6 +189,14 @@ class StepCache:
         kind, model = type(self.config).__name__, type(self._model).__name__
         return ConfigurationError(
             f"cache={kind}: diffusers cannot skip anything in a {model} ({reason}); leave it out"
+        )
+
+    def _unfit(self, error: Exception) -> ConfigurationError:
+        kind, model = type(self.config).__name__, type(self._model).__name__
+        reason = textwrap.shorten(str(error), 100)
+        return ConfigurationError(
+            f"cache={kind}: the hook of diffusers fails on what a {model} returns ({reason}); say more in its "
+            "configuration, such as FasterCacheConfig's tensor_format=BCHW for images, or leave it out"
         )
 
     def _find(self, before: Mapping[nn.Module, Sequence[str]]) -> None:
@@ -323,6 +338,14 @@ DECISION = TensorShape((1,), torch.uint8)
 
 def _hooks_of(module: nn.Module) -> dict[str, Any]:
     return getattr(vars(module).get("_diffusers_hook"), "hooks", {})
+
+
+def _raised_in(error: BaseException) -> str:
+    """Returns the name of the module whose code raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
 
 
 def _is_manager(owner: Any) -> bool:
