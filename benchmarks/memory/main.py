@@ -1,4 +1,4 @@
-"""Anonymous memory of each rank while a large model is opened, trained, saved and sampled, beside the plan.
+"""Memory of each rank while a large model is opened, trained, saved and sampled, beside the plan.
 
 A Flux-shaped pipeline is written to a folder with random weights in bfloat16; each rank opens it, trains adapters
 on a few batches, and samples. A thread reads RssAnon of Linux: what is mapped from a file does not count, since the
@@ -6,8 +6,14 @@ system can drop those pages and ranks share them.
 
     python benchmarks/memory/main.py --size 1e9 --json out.json
 
-With `--limit` the kernel refuses each process more than so many GiB (`RLIMIT_DATA`, as of `prlimit --data`): the
-same training on `--ranks` ranks, and in one process. 0 is no limit, to see what they take.
+Where there are GPUs, one for each rank, their memory is what counts. Those of `tests/gpu_like` have the host's, so
+that RssAnon is all of a rank there:
+
+    python -m tests.gpu_like benchmarks/memory/main.py --size 1e9
+
+With `--limit` each process is refused more than so many GiB, of a GPU by its allocator, else by the kernel
+(`RLIMIT_DATA`, as of `prlimit --data`): the same training on `--ranks` ranks, and in one process. 0 is no limit, to
+see what they take.
 """
 
 from __future__ import annotations
@@ -39,7 +45,10 @@ from lightning_diffpipe.callbacks import EncodingCache
 from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.predictor import Predictor
+from tests import gpu_like
 
+gpu_like.install()
+HAS_GPUS = torch.cuda.is_available()
 GIB = 2**30
 SIZES = {
     "tiny": (32, 19, 38, 2),
@@ -53,7 +62,7 @@ of the text encoder."""
 
 
 class Peaks(threading.Thread):
-    """The most memory of this process in each phase, in bytes.
+    """The most memory of this process in each phase, in bytes: of its GPU, if it has one, and of the host.
 
     Args:
         field: Of /proc/self/status: `RssAnon`, anonymous memory, or `VmData`, which a limit counts.
@@ -62,7 +71,7 @@ class Peaks(threading.Thread):
     def __init__(self, field: str) -> None:
         super().__init__(daemon=True)
         self.phase: str | None = None
-        self.most: dict[str, int] = {}
+        self.most: dict[str, tuple[int, int]] = {}
         self._line = re.compile(rf"{field}:\s+(\d+)")
 
     def run(self) -> None:
@@ -70,8 +79,12 @@ class Peaks(threading.Thread):
         while True:
             status = Path("/proc/self/status").read_text()
             phase = self.phase or watcher.phase
-            now = 1024 * int(self._line.search(status).group(1))
-            self.most[phase] = max(now, self.most.get(phase, 0))
+            of_host, of_device = 1024 * int(self._line.search(status).group(1)), 0
+            if HAS_GPUS:
+                of_device = torch.cuda.max_memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+            before = self.most.get(phase, (0, 0))
+            self.most[phase] = max(of_device, before[0]), max(of_host, before[1])
             time.sleep(0.01)
 
 
@@ -130,8 +143,13 @@ def measure(
 ) -> list[dict[str, Any]]:
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    peaks = Peaks("RssAnon" if limit_gib is None else "VmData")
-    if limit_gib:
+    if HAS_GPUS:
+        torch.cuda.set_device(rank)
+    peaks = Peaks("RssAnon" if HAS_GPUS or limit_gib is None else "VmData")
+    if limit_gib and HAS_GPUS:
+        total = torch.cuda.get_device_properties(rank).total_memory
+        torch.cuda.set_per_process_memory_fraction(limit_gib * GIB / total, rank)
+    elif limit_gib:
         resource.setrlimit(resource.RLIMIT_DATA, (int(limit_gib * GIB),) * 2)
     peaks.phase = "opening"
     peaks.start()
@@ -147,7 +165,7 @@ def measure(
     data = [{"image": image, "caption": f"a cat {i}"} for i, image in enumerate(images)]
     peaks.phase = None
     trainer = L.Trainer(
-        accelerator="cpu", devices=world_size, max_steps=3, precision=precision, logger=False,
+        accelerator="gpu" if HAS_GPUS else "cpu", devices=world_size, max_steps=3, precision=precision, logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         strategy=DiffPipeStrategy(
             num_stages=world_size,
@@ -169,19 +187,21 @@ def measure(
         with Predictor.from_pretrained(
             folder,
             method="pipefusion" if world_size > 1 else "single",
-            device="cpu",
+            device="cuda" if HAS_GPUS else "cpu",
             verify=False,
             quantization=quantization,
         ) as predictor:
             peaks.phase = "sampling"
             predictor(["a cat"], num_inference_steps=3, height=64, width=64, max_sequence_length=16)
-    mine = {"planned": planned[rank], **peaks.most}
+    mine = {"planned": (planned[rank],) * 2, **peaks.most}
     everyone = [None] * world_size
     torch.distributed.all_gather_object(everyone, mine)
     return [
-        {"rank": r, "phase": phase, "GiB": most / GIB}
+        {"rank": r, "phase": phase}
+        | ({"GiB of the GPU": of_device / GIB} if HAS_GPUS else {})
+        | {"GiB": of_host / GIB}
         for r, numbers in enumerate(everyone)
-        for phase, most in numbers.items()
+        for phase, (of_device, of_host) in numbers.items()
     ]
 
 
@@ -235,8 +255,9 @@ def under_limit(
         multiprocessing.ProcessExitedException,
     ) as error:
         return row | {"end": str(error).strip().splitlines()[-1], "most in GiB": "over the limit"}
-    most = max((r for r in rows if r["phase"] != "planned"), key=lambda r: r["GiB"])
-    return row | {"end": f"trained; most when {most['phase']}", "most in GiB": most["GiB"]}
+    which = "GiB of the GPU" if HAS_GPUS else "GiB"
+    most = max((r for r in rows if r["phase"] != "planned"), key=lambda r: r[which])
+    return row | {"end": f"trained; most when {most['phase']}", "most in GiB": most[which]}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -246,7 +267,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--folder", help="where the pipeline is kept for the next time")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--limit", type=float, help="GiB of each process, by RLIMIT_DATA")
+    parser.add_argument("--limit", type=float, help="GiB of each process, of its GPU if it has one")
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument(
         "--frozen-dtype", help="float32: cast, so that frozen weights are anonymous"
