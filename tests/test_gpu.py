@@ -25,7 +25,7 @@ from tests.distributed.scenarios import (
     reference,
     weights_of,
 )
-from tests.distributed.tiny import Adapted
+from tests.distributed.tiny import Adapted, TinyDiffusion
 from tests.predictor.tiny_pipelines import stable_diffusion
 from tests.ranks import run_ranks
 
@@ -133,6 +133,24 @@ def test_half_precision_is_near_single():
         outcomes = run_ranks(fit_single, 2, chosen)
         losses[precision] = outcomes[0]
     assert losses["bf16-mixed"] == pytest.approx(losses["32-true"], rel=0.05)
+
+
+class Asserting(TinyDiffusion):
+    """Relies on the types of autocast: of Lightning's, and of its own in it."""
+
+    def denoise(self, noisy, t, text):
+        out = super().denoise(noisy, t, text)
+        assert self.blocks[0].mix(out).dtype == torch.bfloat16
+        with torch.autocast("cuda", enabled=False):
+            assert self.blocks[0].mix(out.float()).dtype == torch.float32
+        assert self.blocks[0].mix(out).dtype == torch.bfloat16
+        return out
+
+
+def test_a_step_sees_the_types_of_autocast_wherever_it_is_probed():
+    chosen = settings({"precision": "bf16-mixed"}, num_stages=2, num_microbatches=2)
+    chosen.module_class = Asserting
+    assert run_ranks(fit_single, 2, chosen)[0]
 
 
 def fit_single(rank, chosen):

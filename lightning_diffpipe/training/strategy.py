@@ -53,6 +53,7 @@ from lightning_diffpipe.runtime.free_running import FreeRunningEngine
 from lightning_diffpipe.runtime.relay import NOT_IN_STEP
 from lightning_diffpipe.training.before_training import (
     allow_runs,
+    autocast_on_host,
     early_answers,
     first_batch,
     put_off_runs,
@@ -441,8 +442,12 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
         """Runs the user's step as a function of module and batch; also on a copy when it is probed."""
-        quiet = without_loggers(self._trainer) if in_trial.get() else contextlib.nullcontext()
-        with quiet, self._metric_sync.inside_step(), self.precision_plugin.train_step_context():
+        nothing = contextlib.nullcontext()
+        quiet = without_loggers(self._trainer) if in_trial.get() else nothing
+        is_on_host = next(module.parameters()).device != self.root_device
+        types = autocast_on_host() if is_on_host else nothing
+        plugin = self.precision_plugin
+        with quiet, self._metric_sync.inside_step(), types, plugin.train_step_context():
             out = module.training_step(batch, *(arguments or self._arguments))
         if self.pipeline is None and not self._warned_of_outputs:  # it is being probed
             self._warned_of_outputs = warn_of_outputs(out)
