@@ -6,8 +6,7 @@ system can drop those pages and ranks share them.
 
     python benchmarks/memory/main.py --size 1e9 --json out.json
 
-Where there are GPUs, one for each rank, their memory is what counts. Those of `tests/gpu_like` have the host's, so
-that RssAnon is all of a rank there:
+Where there are GPUs, one for each rank, what tensors take there counts instead; those of `tests/gpu_like` are enough:
 
     python -m tests.gpu_like benchmarks/memory/main.py --size 1e9
 
@@ -62,7 +61,7 @@ of the text encoder."""
 
 
 class Peaks(threading.Thread):
-    """The most memory of this process in each phase, in bytes: of its GPU, if it has one, and of the host.
+    """The most memory of this process in each phase, in bytes: of its GPU, if it has one, else of the host.
 
     Args:
         field: Of /proc/self/status: `RssAnon`, anonymous memory, or `VmData`, which a limit counts.
@@ -71,21 +70,23 @@ class Peaks(threading.Thread):
     def __init__(self, field: str) -> None:
         super().__init__(daemon=True)
         self.phase: str | None = None
-        self.most: dict[str, tuple[int, int]] = {}
+        self.most: dict[str, int] = {}
         self._line = re.compile(rf"{field}:\s+(\d+)")
 
     def run(self) -> None:
         """Looks a hundred times a second."""
         while True:
-            status = Path("/proc/self/status").read_text()
-            phase = self.phase or watcher.phase
-            of_host, of_device = 1024 * int(self._line.search(status).group(1)), 0
-            if HAS_GPUS:
-                of_device = torch.cuda.max_memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
-            before = self.most.get(phase, (0, 0))
-            self.most[phase] = max(of_device, before[0]), max(of_host, before[1])
+            phase, now = self.phase or watcher.phase, self._bytes()
+            self.most[phase] = max(now, self.most.get(phase, 0))
             time.sleep(0.01)
+
+    def _bytes(self) -> int:
+        if not HAS_GPUS:
+            status = Path("/proc/self/status").read_text()
+            return 1024 * int(self._line.search(status).group(1))
+        most = torch.cuda.max_memory_allocated()  # since the last look
+        torch.cuda.reset_peak_memory_stats()
+        return most
 
 
 def write_pipeline(folder: Path, size: str, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -145,7 +146,7 @@ def measure(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     if HAS_GPUS:
         torch.cuda.set_device(rank)
-    peaks = Peaks("RssAnon" if HAS_GPUS or limit_gib is None else "VmData")
+    peaks = Peaks("RssAnon" if limit_gib is None else "VmData")
     if limit_gib and HAS_GPUS:
         total = torch.cuda.get_device_properties(rank).total_memory
         torch.cuda.set_per_process_memory_fraction(limit_gib * GIB / total, rank)
@@ -171,7 +172,7 @@ def measure(
             num_stages=world_size,
             num_microbatches=2,
             seed=0,
-            profile="measure" if limit_gib is None else "flops",
+            profile="measure" if HAS_GPUS or limit_gib is None else "flops",
         ),
         callbacks=[
             SaveAndPlan(f"{folder}/../trained.ckpt", peaks),
@@ -193,15 +194,13 @@ def measure(
         ) as predictor:
             peaks.phase = "sampling"
             predictor(["a cat"], num_inference_steps=3, height=64, width=64, max_sequence_length=16)
-    mine = {"planned": (planned[rank],) * 2, **peaks.most}
+    mine = {"planned": planned[rank], **peaks.most}
     everyone = [None] * world_size
     torch.distributed.all_gather_object(everyone, mine)
     return [
-        {"rank": r, "phase": phase}
-        | ({"GiB of the GPU": of_device / GIB} if HAS_GPUS else {})
-        | {"GiB": of_host / GIB}
+        {"rank": r, "phase": phase, "GiB": most / GIB}
         for r, numbers in enumerate(everyone)
-        for phase, (of_device, of_host) in numbers.items()
+        for phase, most in numbers.items()
     ]
 
 
@@ -238,15 +237,16 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         if arguments.limit is None:
             return on_ranks(arguments.ranks, measure, str(folder), arguments.ranks, *settings)
         return [
-            under_limit(ranks, arguments.limit, str(folder), settings)
+            row
             for ranks in (arguments.ranks, 1)
+            for row in under_limit(ranks, arguments.limit, str(folder), settings)
         ]
 
 
 def under_limit(
     ranks: int, limit_gib: float, folder: str, settings: tuple[Any, ...]
-) -> dict[str, Any]:
-    """One row: how a run ended each of whose processes has a limit, 0 for none, and the most that one took."""
+) -> list[dict[str, Any]]:
+    """One row for each rank, or for the run that failed, each of whose processes has a limit, 0 for none."""
     row = {"ranks": ranks, "limit in GiB": limit_gib or "none"}
     try:
         rows = on_ranks(ranks, measure, folder, ranks, *settings, limit_gib)
@@ -254,10 +254,16 @@ def under_limit(
         multiprocessing.ProcessRaisedException,
         multiprocessing.ProcessExitedException,
     ) as error:
-        return row | {"end": str(error).strip().splitlines()[-1], "most in GiB": "over the limit"}
-    which = "GiB of the GPU" if HAS_GPUS else "GiB"
-    most = max((r for r in rows if r["phase"] != "planned"), key=lambda r: r[which])
-    return row | {"end": f"trained; most when {most['phase']}", "most in GiB": most[which]}
+        end = str(error).strip().splitlines()[-1]
+        return [row | {"rank": "", "end": end, "planned": "", "training": "", "most": ""}]
+    table = []
+    for rank in range(ranks):
+        taken = {r["phase"]: r["GiB"] for r in rows if r["rank"] == rank}
+        known = {"planned": taken.pop("planned"), "training": taken["training"]}
+        phase = max(taken, key=lambda phase: taken[phase])
+        end = f"trained; most when {phase}"
+        table.append(row | {"rank": rank, "end": end, **known, "most": taken[phase]})
+    return table
 
 
 def options(parser: argparse.ArgumentParser) -> None:

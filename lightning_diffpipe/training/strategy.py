@@ -41,9 +41,11 @@ from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.comm.rendezvous import gloo_of_all_hosts
 from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError, raised_by_all
+from lightning_diffpipe.graph.placement import take_from_files
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 from lightning_diffpipe.graph.side_effects import generators_preserved
 from lightning_diffpipe.graph.trial import in_trial
+from lightning_diffpipe.graph.versions import Versions
 from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Placement
@@ -455,8 +457,18 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def model_to_device(self) -> None:
         """Moves a module that is not cut; a pipeline has placed its own part already."""
-        if self.pipeline is None:
-            self.lightning_module.to(self.root_device)
+        if self.pipeline is not None:
+            return
+        module: Any = self.lightning_module
+        module.to(self.root_device)
+        frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
+        versions = Versions(module, frozen, ())
+
+        def take_back() -> None:
+            if not versions.changed():
+                take_from_files(module, frozen)
+
+        self._until_teardown.callback(take_back)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
