@@ -6,7 +6,7 @@ system can drop those pages and ranks share them.
 
     python benchmarks/memory/main.py --size 1e9 --json out.json
 
-Where there are GPUs, one for each rank, what tensors take there counts instead; those of `tests/gpu_like` are enough:
+Where there are GPUs, one for each rank, what tensors take there counts instead, also where they are imitated:
 
     python -m tests.gpu_like benchmarks/memory/main.py --size 1e9
 
@@ -166,8 +166,8 @@ def measure(
     data = [{"image": image, "caption": f"a cat {i}"} for i, image in enumerate(images)]
     peaks.phase = None
     trainer = L.Trainer(
-        accelerator="gpu" if HAS_GPUS else "cpu", devices=world_size, max_steps=3, precision=precision, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        accelerator="gpu" if HAS_GPUS else "cpu", devices=world_size, max_steps=3, precision=precision,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         strategy=DiffPipeStrategy(
             num_stages=world_size,
             num_microbatches=2,
