@@ -172,7 +172,7 @@ def measure(
             num_stages=world_size,
             num_microbatches=2,
             seed=0,
-            profile="measure" if HAS_GPUS or limit_gib is None else "flops",
+            profile="measure" if limit_gib is None else "flops",
         ),
         callbacks=[
             SaveAndPlan(f"{folder}/../trained.ckpt", peaks),
