@@ -185,6 +185,7 @@ class StepCache:
         )
 
     def _find(self, before: Mapping[nn.Module, Sequence[str]]) -> None:
+        """Finds the hooks that diffusers has added, and where they keep their state."""
         from diffusers.hooks.first_block_cache import FBCBlockHook, FBCHeadBlockHook
         from diffusers.hooks.mag_cache import MagCacheBlockHook, MagCacheHeadHook
 
@@ -226,17 +227,19 @@ class StepCache:
         if self._current is not None:
             self._states[self._current] = [getattr(*place) for place in self._places]
         self._current = number, patch
-        call_states, whole = self._states.get(self._current), self._states.get((number, None))
-        if call_states is None:
-            states = whole or [None] * len(self._places)
+        states = self._states.get(self._current)
+        if states is None:
+            # A patch goes on with the numbers of the synchronous steps before it, if there were any.
+            synchronous = self._states.get((number, None))
+            before = synchronous or [None] * len(self._places)
             owners = [owner for owner, _ in self._places]
-            call_states = [_continued(*pair) for pair in zip(owners, states, strict=True)]
-            for hook in self._hooks if whole else ():
+            states = [_continued(*pair) for pair in zip(owners, before, strict=True)]
+            for hook in self._hooks if synchronous else ():
                 # A series needs terms of its own before it predicts anything.
                 if hasattr(hook, "disable_cache_before_step"):
                     earliest = max(hook.disable_cache_before_step, self._step + 1)
                     hook.disable_cache_before_step = earliest
-        for (owner, name), state in zip(self._places, call_states, strict=True):
+        for (owner, name), state in zip(self._places, states, strict=True):
             setattr(owner, name, state)
             if _is_manager(owner):
                 from diffusers.hooks.hooks import CacheContext
@@ -298,7 +301,10 @@ class StepCache:
         self._head[0].state_manager.get_state().should_compute = bool(decision.item())
 
     def store(self, number: int, patch: int | None, results: Any) -> None:
-        """Stores the output of the last block on another rank, as its hook does on one rank."""
+        """Stores the output of the last block, which another rank has computed, as its hook does on one rank.
+
+        The hook runs with a block that returns this output.
+        """
         hook, module = self._tail
         self._select(number, patch)
         reference = hook.fn_ref
