@@ -397,6 +397,14 @@ def stored_value(parameter: Tensor) -> Tensor | None:
     return value if is_same and is_there else None
 
 
+def take_from_files(root: nn.Module, names: Collection[str]) -> None:
+    """Gives parameters of these names that are on a device the values of their files again, without a copy."""
+    for name, parameter in root.named_parameters():
+        value = None if name not in names or is_placeholder(parameter) else stored_value(parameter)
+        if value is not None and value.device != parameter.device:
+            restore_parameter(name, parameter, value, root)
+
+
 def forget_stored(parameter: Tensor) -> None:
     """Counts a parameter as not mapped, as where ranks have other files."""
     vars(parameter).pop(_STORED, None)

@@ -33,6 +33,7 @@ from lightning_diffpipe.graph.placement import (
     offload,
     restore_parameter,
     stored_value,
+    take_from_files,
 )
 from lightning_diffpipe.graph.versions import Versions
 from lightning_diffpipe.planning.cluster import Cluster
@@ -240,10 +241,10 @@ class Pipeline:
         self.later = {}
 
     @contextlib.contextmanager
-    def _moving(self) -> Iterator[None]:
-        """Takes no move inside for a write."""
+    def _moving(self) -> Iterator[bool]:
+        """Takes no move inside for a write; gives whether frozen weights have been written before."""
         is_written = self._mapped.changed()
-        yield
+        yield is_written
         if not is_written:
             self._mapped.note()
 
@@ -324,10 +325,12 @@ class Pipeline:
         self.engine.drop_prepared()  # of which one may be paused in a layer that is loaded
         if (stream := self.engine.layout.steps.stream) is not None:  # a step may have failed in one
             stream.rest()
-        with self._moving():
+        with self._moving() as is_written:
             away = [*self.offloaded.values(), *self.later.values()]
             load_back(away, torch.device("cpu"), self.module, quantizes=False)
             make_plain(self.module)
+            if not is_written:
+                take_from_files(self.module, self.resident - self.graph.trained)
         if connected:
             # Not of `state_dict()`: it lacks some buffers, and modules may leave out or rename the rest.
             parameters = dict(self.module.named_parameters(remove_duplicate=False))
