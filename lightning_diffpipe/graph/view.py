@@ -357,11 +357,11 @@ class StubbedRun(Run):
         return pytree.tree_unflatten(flat, spec)
 
     def _keep(self, layer: Layer, leaf: int, value: Tensor, expected: TensorSpec) -> Tensor:
-        if torch.is_grad_enabled() and value.requires_grad != expected.requires_grad:
+        # One that needs no gradient any more, as what makes it was frozen, is where the backward ends.
+        if torch.is_grad_enabled() and value.requires_grad and not expected.requires_grad:
             raise GraphError(
-                f"output {leaf} of {layer.name} has requires_grad={value.requires_grad}, the probe saw "
-                f"{expected.requires_grad}; parameters were frozen or unfrozen since, which changes the plan: "
-                "do it before training starts"
+                f"output {leaf} of {layer.name} needs a gradient, which it did not when the step was probed: "
+                "parameters were unfrozen since, which changes the plan; do it before training starts"
             )
         value = with_layout(value, expected)
         self.outputs[layer.index, leaf] = value
