@@ -59,6 +59,9 @@ class StepForm(NamedTuple):
     reads: frozenset[_Read] = frozenset()
 
 
+Moment = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Inside, a trainer says that so much of training is over; gives the number of the batch."""
+
 _Pattern = Sequence[tuple[str, bool | None]]
 _Line = tuple[str, int]
 _Number = tuple[_Line, Any]
@@ -81,6 +84,7 @@ class Exemplar:
         host: It sampled from `random` or `numpy.random` as well.
         counted: Attributes that count, as they were.
         tossed: It sampled from these, or took a number out of random numbers and of no layer.
+        moment: Inside, what the step may read of its trainer is as it was.
     """
 
     seed: int
@@ -89,6 +93,7 @@ class Exemplar:
     host: bool = False
     counted: tuple[tuple[Attribute, Any], ...] = ()
     tossed: bool = False
+    moment: Moment = contextlib.nullcontext
 
     def of_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the same step, whose coins always fall as they did; what else it samples is sampled."""
@@ -98,7 +103,7 @@ class Exemplar:
                 rng.seed_host(self.seed)
             counters = Attributes(module, [name for name, _ in self.counted])
             repeats = _repeated(self.reads) if self.reads else contextlib.nullcontext()
-            with counters.preserved(), repeats:
+            with counters.preserved(), repeats, self.moment():
                 counters.restore([value for _, value in self.counted])
                 return step(module, batch, *self.arguments)
 
@@ -282,12 +287,14 @@ def survey(
     graph: LayerGraph,
     seed_of: Callable[[int, int], int],
     arguments: tuple[Any, ...] = (),
+    moments: Sequence[Moment] = (),
 ) -> tuple[StepForm, Forms]:
     """Finds call sequences of a step by trials, with the seeds of its first batches; returns the longest, and all.
 
-    Runs the step twice. If it throws coins four times more, with small and with large numbers in place of what it
-    samples; if these decide what it calls, or it counts, or does not do the same each time, 32 times. Leaves the
-    module, which is on the host, as it is. Of the arguments of the first batch the first is its number.
+    Runs the step twice, and once at each of some later moments. If it throws coins four times more, with small and
+    with large numbers in place of what it samples; if these decide what it calls, or it counts, or does not do the
+    same each time, 32 times and twice at each moment. Leaves the module, which is on the host, as it is. Of the
+    arguments of the first batch the first is its number.
 
     Raises:
         GraphError: None of the sequences calls all layers.
@@ -301,9 +308,17 @@ def survey(
             call = StepCall(step, root, batch, shifted, graph.batch_writes)
             return call, seed_of(number, microbatch), shifted
 
+        def later(moment: Moment, microbatch: int) -> list[tuple[StepForm, Exemplar]]:
+            # Any code may fail that looks up what is not there yet.
+            with contextlib.suppress(Exception), moment() as number:
+                form, exemplar = view.exemplar(*trial(number, microbatch))
+                return [(form, replace(exemplar, moment=moment))]
+            return []
+
         if not (graph.counters or graph.generators):
             trials = [view.exemplar(*trial(number, 0)) for number in range(_FEW)]
             forms: set[StepForm | None] = {form for form, _ in trials}
+            forms.update(form for moment in moments for form, _ in later(moment, 0))
             for sides in _SIDES if any(exemplar.tossed for _, exemplar in trials) else ():
                 if len(forms) == 1:
                     forms.add(view.extreme_form(*trial(0, 0)[:2], sides))
@@ -314,6 +329,9 @@ def survey(
             trials.append(view.exemplar(*trial(number, microbatch)))
             if microbatch:
                 view.count()
+        for moment in moments:
+            pair = [*later(moment, 0), *later(moment, 1)]
+            trials += pair if len(pair) == 2 else ()
     return _forms_of_trials(trials)
 
 

@@ -369,6 +369,14 @@ class StubbedRun(Run):
         return value.view_as(value) if self._view.graph.hooks else value
 
 
+def _not_read(layer: Layer, leaf: int) -> GraphError:
+    return GraphError(
+        f"this batch leaves out what is made of output {leaf} of {layer.name}, so that no gradient comes back to "
+        "it, as one did when the step was probed. In one process it would have none, not zeros, which make the "
+        "optimizer take another step. Multiply by 0 what shall not count, instead of leaving it out"
+    )
+
+
 def with_layout(value: Tensor, spec: TensorSpec) -> Tensor:
     """Returns the tensor in the memory layout of the probe: receivers reserve it, and `*_like` depends on it."""
     stride = value.stride()
@@ -581,6 +589,8 @@ class StageRun(StubbedRun):
             if gradients:  # from layers here, and passed through
                 result[key] = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
             else:
+                if leaf is not None and leaf.requires_grad:
+                    raise _not_read(self._view.graph.layers[key[0]], key[1])
                 device = leaf.device if leaf is not None else None
                 result[key] = self._view.graph.spec(key).empty(device).zero_()
         self.outputs.clear()

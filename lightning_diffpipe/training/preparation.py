@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import DiffPipeError, GraphError, raised_by_all
 from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.fakes import without_garbage_collection
-from lightning_diffpipe.graph.forms import MOST_FORMS, Forms, names_of, survey
+from lightning_diffpipe.graph.forms import MOST_FORMS, Forms, Moment, names_of, survey
 from lightning_diffpipe.graph.layer import LayerGraph, other_calls
 from lightning_diffpipe.graph.probe import probe, probe_named
 from lightning_diffpipe.graph.rng import microbatch_seed
@@ -70,6 +70,7 @@ def prepare(
     options: PipelineOptions,
     process: Process,
     arguments: tuple[Any, ...] = (),
+    moments: Sequence[Moment] = (),
 ) -> Pipeline:
     """Plans a module's pipeline and sets this rank's part of it up.
 
@@ -80,6 +81,7 @@ def prepare(
         options: The user's decisions.
         process: Rank and device of this process.
         arguments: Further arguments of the step for the first batch.
+        moments: Later moments of training, at which the step may call other layers.
 
     Raises:
         ConfigurationError: The module trains nothing, or the options do not fit it.
@@ -92,7 +94,7 @@ def prepare(
         keep_freed_memory()
     before = watcher.seconds.copy()
     probed, seed, plan, basis = _probed_and_planned(
-        module, step, batch, options, process, arguments
+        module, step, batch, options, process, arguments, moments
     )
     with watcher.inside("placing stages"):
         pipeline = assemble(probed, plan, process, options, seed)
@@ -111,6 +113,7 @@ def _probed_and_planned(
     options: PipelineOptions,
     process: Process,
     arguments: tuple[Any, ...] = (),
+    moments: Sequence[Moment] = (),
 ) -> tuple[ProbedStep, int, PipelinePlan, Basis | None]:
     """Returns what `assemble` needs: the step, the seed of the run, and the plan; and the basis of that."""
     shows = process.rank == 0 and sys.stderr.isatty() and _log.isEnabledFor(logging.INFO)
@@ -127,7 +130,9 @@ def _probed_and_planned(
     with watcher.inside("probing the step"):
         planned = agree(planned_layers(options) if process.rank == 0 else (), world)
         with bar(shows, "probing the layers of a step", counted=False, stays=False):
-            survey_all = partial(_surveyed, module, step, small, form, seed, planned, arguments)
+            survey_all = partial(
+                _surveyed, module, step, small, form, seed, planned, arguments, moments
+            )
             with _telling_of_smaller_batch(min(_NUM_PROBED_SAMPLES, size), size):
                 graph, forms = on_all_ranks(survey_all, world)
         with raised_by_all():
@@ -175,6 +180,7 @@ def _surveyed(
     seed: int,
     planned: tuple[str, ...],
     arguments: tuple[Any, ...],
+    moments: Sequence[Moment],
 ) -> tuple[LayerGraph, Forms]:
     """Returns the layers of a step, in the form with most calls, and the forms it takes.
 
@@ -197,7 +203,7 @@ def _surveyed(
     seed_of = partial(microbatch_seed, seed, 0)
     try:
         with watcher.inside("looking for coins"):
-            widest, forms = survey(module, step, batch, graph, seed_of, arguments)
+            widest, forms = survey(module, step, batch, graph, seed_of, arguments, moments)
     except DiffPipeError:
         raise
     except Exception as error:  # of any code, on numbers that mean nothing
@@ -210,7 +216,7 @@ def _surveyed(
     # Values of coins, say, which are known now.
     if names_of(widest) != graph.layer_names or graph.needs_values:
         graph = probed(forms.widest.of_step(step))
-        widest, forms = survey(module, step, batch, graph, seed_of, arguments)
+        widest, forms = survey(module, step, batch, graph, seed_of, arguments, moments)
         if names_of(widest) != graph.layer_names:
             raise GraphError(
                 "the form of the step with most calls cannot be probed: run again with what it drew, "
