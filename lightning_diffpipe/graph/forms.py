@@ -121,6 +121,7 @@ class FormView(View):
 
     Attributes:
         counted: Counters of the step (`LayerGraph.counters`) after the latest batch.
+        frozen_inputs: Tensors that the latest run gave to frozen layers.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class FormView(View):
         self.labels = {id(parameter): name for name, parameter in parameters}
         self._counters = Attributes(root, graph.counters)
         self.counted: list[Any] = []
+        self.frozen_inputs: list[torch.Tensor] = []
         owners = {name.rpartition(".")[0] for name in graph.glue_writes}
         metrics = {name for name, module in root.named_modules() if has_own_tensors(module)}
         self._owners = [root.get_submodule(name) for name in sorted(owners | metrics)]
@@ -195,6 +197,20 @@ class FormView(View):
             return form if extremes.sees_all else None
         return None
 
+    def moves_frozen(self, call: Callable[[], Any], seed: int, moments: Sequence[Moment]) -> bool:
+        """Returns whether frozen layers get other values at later moments, or when the step has counted on."""
+        if not self.graph.frozen:
+            return False
+        self.exemplar(call, seed)
+        before, found = self.frozen_inputs, list[list[torch.Tensor]]()
+        with self._counters.preserved():
+            self.count()
+            for moment in (contextlib.nullcontext, *moments[:1], *moments[-1:]):
+                with contextlib.suppress(Exception), moment():  # of any code, as above
+                    self.exemplar(call, seed)
+                    found.append(self.frozen_inputs)
+        return not all(map(partial(_are_equal, before), found))
+
     def count(self) -> None:
         """Sets counters of the step to what they are after the latest batch."""
         if self.counted:
@@ -207,6 +223,7 @@ class FormView(View):
         with self.interception.running(run), _Operators(run) if self.by_reads else _NOTHING:
             rng.seed_all(seed, host=True)
             form = run.form_of(call)
+        self.frozen_inputs = run.frozen_inputs
         later = self.graph.counters.values()
         self.counted = [now + more for now, more in zip(run.counted, later, strict=True)]
         return form
@@ -258,6 +275,7 @@ class Forms:
         throws_coins: The step read something that may have been a coin, for each microbatch by itself.
         by_reads: Some call the same layers, and read other things between them.
         read: Parameters that the code between layers read in some of them, and not in others.
+        moves_frozen: What frozen layers are given depends on how much of training is over.
     """
 
     exemplars: tuple[Exemplar, ...] = ()
@@ -267,6 +285,7 @@ class Forms:
     throws_coins: bool = True
     by_reads: bool = False
     read: frozenset[str] = frozenset()
+    moves_frozen: bool = False
 
     @property
     def widest(self) -> Exemplar | None:
@@ -315,6 +334,7 @@ def survey(
                 return [(form, replace(exemplar, moment=moment))]
             return []
 
+        moves = partial(replace, moves_frozen=view.moves_frozen(*trial(0, 0)[:2], moments))
         if not (graph.counters or graph.generators):
             trials = [view.exemplar(*trial(number, 0)) for number in range(_FEW)]
             forms: set[StepForm | None] = {form for form, _ in trials}
@@ -323,7 +343,8 @@ def survey(
                 if len(forms) == 1:
                     forms.add(view.extreme_form(*trial(0, 0)[:2], sides))
             if len(forms) == 1:
-                return _forms_of_trials(trials)
+                form, found = _forms_of_trials(trials)
+                return form, moves(found)
             trials.clear()
         for number, microbatch in itertools.product(range(_MANY // 2), range(2)):
             trials.append(view.exemplar(*trial(number, microbatch)))
@@ -332,7 +353,8 @@ def survey(
         for moment in moments:
             pair = [*later(moment, 0), *later(moment, 1)]
             trials += pair if len(pair) == 2 else ()
-    return _forms_of_trials(trials)
+    form, found = _forms_of_trials(trials)
+    return form, moves(found)
 
 
 def _forms_of_trials(trials: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Forms]:
@@ -395,6 +417,7 @@ class _FormRun(StubbedRun):
         for layer in view.graph.layers:
             self._layers[layer.name].append(layer)
         self._counts: dict[str, int] = defaultdict(int)
+        self.frozen_inputs: list[torch.Tensor] = []
 
     @property
     def num_calls(self) -> int:
@@ -465,6 +488,8 @@ class _FormRun(StubbedRun):
         count = self._counts[name]
         self._counts[name] = count + 1
         layer = self._layers[name][min(count, len(self._layers[name]) - 1)]
+        if self._lenient and layer.frozen:
+            self.frozen_inputs += (tensor.clone() for tensor in tensors_in((args, kwargs)))
         for _ in range(
             layer.num_seeds
         ):  # as its real call would, so that later numbers are the same
@@ -478,6 +503,12 @@ class _FormRun(StubbedRun):
         if len(self._possible) == 1 and len(self._possible[0]) == position + 1:
             raise Stop
         return self._stub(layer)
+
+
+def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    pairs = zip(some, others, strict=False)  # other calls are seen as such
+    same = (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
+    return all(same)
 
 
 _SAMPLED, _LAYER = 1, 2  # what a value is made of: the larger one counts

@@ -137,6 +137,11 @@ def _probed_and_planned(
                 graph, forms = on_all_ranks(survey_all, world)
         with raised_by_all():
             require_equal(graph.digest, world)
+    if forms.moves_frozen and process.world_size > 1:
+        _log.info(
+            "what frozen layers get depends on the step's number: they run when a batch is due"
+        )
+        options = replace(options, filling="none")
     probed = ProbedStep(module, step, batch, small, graph, forms)
     chains = find_chains(module, probed.widest, small, graph)
     warn_of_whole_compiled(module, graph)

@@ -41,7 +41,7 @@ class Varying(L.LightningModule):
     Args:
         what: What that is: a call of the only `frozen` layer, or of a `trained` one, a `parameter` that is read
             between layers, a `term` of the loss on a layer that nothing else reads, or a parameter in place of the
-            frozen layer (`replaced`).
+            frozen layer (`replaced`); or frozen layers get another `input`.
         how: Where the coin falls so that it is `left out`, `added` or `repeated`.
         by: What the coin is.
     """
@@ -72,7 +72,7 @@ class Varying(L.LightningModule):
         x, c, loss = batch["x"], batch["c"], 0.0
         times = self.times(x, batch_idx)
         uses = lambda what: range(times if self.what == what else 1)
-        s = c
+        s = c * (2 + times) if self.what == "input" else c
         if self.what == "replaced":
             s = self.null.expand_as(c) * times if times else self.text(c)
         else:
@@ -185,7 +185,7 @@ def test_steps_that_vary_train_like_one_process(num_ranks, nccl, rows):
 
 def late_rows(turn):
     """Every pair of what and how, each with another decision, microbatches and filling in each of three turns."""
-    pairs = enumerate(itertools.product(WHAT, HOW))
+    pairs = enumerate(itertools.product((*WHAT, "input"), HOW))
     return [(w, h, LATE[(i + turn) % 3], (1, 2)[i % 2], i % 3 == 0) for i, (w, h) in pairs]
 
 
@@ -193,12 +193,15 @@ def late_rows(turn):
     ("num_ranks", "rows"),
     [
         (2, [("trained", "added", "step", 2, True), ("term", "left out", "last", 2, False),
-             ("replaced", "left out", "epoch", 1, True)]),
+             ("input", "added", "step", 1, True)]),
         *(row(num_ranks, late_rows(turn)) for num_ranks in (1, 2, 3) for turn in range(3)),
     ],
 )  # fmt: skip
 def test_what_begins_or_ends_late_trains_like_one_process(num_ranks, rows):
-    """History: such layers ended the run when they came; a term that ended left zeros where no gradient was."""
+    """History: such layers ended the run when they came; a term that ended left zeros where no gradient was.
+
+    Frozen layers ran ahead in bubbles with the input of the step before.
+    """
     train_like_one_process(rows, num_ranks)
 
 
