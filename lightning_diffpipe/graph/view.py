@@ -305,9 +305,9 @@ class StubbedRun(Run):
             expected = f"its form has {len(names)} layer calls, with which another one begins"
         return GraphError(
             f"{caller()} calls {name} as layer call {position}, where {expected}: the step takes another way than "
-            "when it was probed. Let it take each way in one of its first batches, not from some step on only, "
-            "with coins of torch's, Python's or numpy's global generators; or move the branch inside the forward "
-            "of one module, so that all batches call the same layers"
+            "when it was probed. Let coins of torch's, Python's or numpy's global generators decide, or the number "
+            "of the batch, step or epoch, all of which are tried before training; or move the branch inside the "
+            "forward of one module, so that all batches call the same layers"
         )
 
     def _stub(self, layer: Layer) -> Any:
