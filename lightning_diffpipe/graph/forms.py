@@ -202,14 +202,14 @@ class FormView(View):
         if not self.graph.frozen:
             return False
         self.exemplar(call, seed)
-        before, found = self.frozen_inputs, list[list[torch.Tensor]]()
+        first, later = self.frozen_inputs, list[list[torch.Tensor]]()
         with self._counters.preserved():
             self.count()
             for moment in (contextlib.nullcontext, *moments[:1], *moments[-1:]):
                 with contextlib.suppress(Exception), moment():  # of any code, as above
                     self.exemplar(call, seed)
-                    found.append(self.frozen_inputs)
-        return not all(map(partial(_are_equal, before), found))
+                    later.append(self.frozen_inputs)
+        return not all(map(partial(_are_equal, first), later))
 
     def count(self) -> None:
         """Sets counters of the step to what they are after the latest batch."""
@@ -299,6 +299,15 @@ MOST_FORMS = 8
 _NOTHING = contextlib.nullcontext()
 
 
+def too_many_forms(number: int) -> str:
+    """Returns the message for a step that takes too many forms."""
+    return (
+        f"the step takes {number} forms, that is, calls its layers in so many ways, and {MOST_FORMS} can be "
+        "planned, as each is probed by itself. Let fewer coins choose what it calls, or move the branch inside the "
+        "forward of one module"
+    )
+
+
 def survey(
     root: nn.Module,
     step: Callable[..., Any],
@@ -343,8 +352,8 @@ def survey(
                 if len(forms) == 1:
                     forms.add(view.extreme_form(*trial(0, 0)[:2], sides))
             if len(forms) == 1:
-                form, found = _forms_of_trials(trials)
-                return form, moves(found)
+                widest, all_forms = _forms_of_trials(trials)
+                return widest, moves(all_forms)
             trials.clear()
         for number, microbatch in itertools.product(range(_MANY // 2), range(2)):
             trials.append(view.exemplar(*trial(number, microbatch)))
@@ -353,8 +362,8 @@ def survey(
         for moment in moments:
             pair = [*later(moment, 0), *later(moment, 1)]
             trials += pair if len(pair) == 2 else ()
-    form, found = _forms_of_trials(trials)
-    return form, moves(found)
+    widest, all_forms = _forms_of_trials(trials)
+    return widest, moves(all_forms)
 
 
 def _forms_of_trials(trials: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Forms]:

@@ -9,7 +9,8 @@ unpacking of its prediction: all of that is code in the pipeline's `__call__`:
 
 For training it is run with four things replaced, in a shallow copy of the pipeline:
 
-    noise       the methods that draw it are given our noisy latents instead
+    noise       the methods that draw it are given our noisy latents instead, and return them as they are where they
+                would mix the image that is animated into them
     scheduler   has one step, with a timestep of ours for each sample; a pipeline that wants one number gets any,
                 and the denoiser is given those of the samples, by a factor and an offset that three runs give
     tokenizers  pad to a fixed length, so that every microbatch has the same shapes; so do processors, which read
@@ -94,6 +95,12 @@ _NOT_EDITED = ("strength", "mask_image", "control_image", "controlnet", "adapter
 
 _SIZES = ("original_size", "crops_coords_top_left", "target_size")
 """Arguments that say of an image, in two numbers, how it was scaled and cropped."""
+
+OTHERWISE = (
+    "train its parts as another pipeline of diffusers that has the same (pipeline_class='...'), or its denoiser "
+    "with a LightningModule whose training_step calls it"
+)
+"""What to do about a pipeline whose own call cannot be trained."""
 
 TIME = "timesteps"
 
@@ -196,6 +203,8 @@ class OneStep:
         image: The argument with an image for each sample that the pipeline edits or animates; None without one.
         animates: Whether it samples videos that begin with the image.
         image_noise: Noise added to the image that it animates, as `encoding_first_frames` takes it.
+        mixes_image: Whether a method of it mixes the image into the noise that it draws; in training it returns
+            the noise alone.
         needs_image: Whether it needs an image.
         reads_references: Whether it passes the image to a processor, which reads it in 8 bits. Then the call is run
             for each sample, as such pipelines read a list of images for those of one sample.
@@ -237,6 +246,7 @@ class OneStep:
         self.reads_references = self.reads_several = False
         self.animates = self.needs_image and not {*_FRAMES}.isdisjoint(self._parameters)
         self.image_noise: tuple[float, float] | None = None
+        self.mixes_image = False
         self.guides_by_image = self.needs_image and "image_guidance_scale" in self._parameters
         self.refused_image: ConfigurationError | None = None
         settings = dict(arguments or {})
@@ -397,25 +407,25 @@ class OneStep:
         image_noise: tuple[float, float] | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """Runs the call on a copy of the pipeline, until something raises `Captured` or it ends."""
+        """Runs the call on a copy of the pipeline, until something raises `Captured` or it ends.
+
+        Args:
+            draw: Returns what the call gets as its noise, by shape.
+            timesteps: Timestep of each sample, `(B,)`.
+            conditions: Prompt, or class, of each sample.
+            further: Further arguments of the call.
+            parts: Components of the pipeline by name, which are replaced in the copy.
+            on_step: Returns the next latents for a prediction and the latents it was made from.
+            on_decode: Gets the input of the decoder.
+            image_noise: See `encoding_first_frames`.
+            generator: Generator of that noise.
+        """
         pipeline = copy.copy(self._pipeline)
         # A class that knows where it runs: diffusers looks at every module for that.
         cls, device = type(pipeline), property(lambda self: self.device_of_latents)
         pipeline.__class__ = type(cls.__name__, (cls,), {"_execution_device": device})
-        attributes = vars(pipeline)
-        attributes.update(parts, device_of_latents=timesteps.device)
-        by_sample = {n: v for n, v in further.items() if n in self.sizes and isinstance(v, Tensor)}
-        further = {n: v for n, v in further.items() if n not in by_sample}
-        times = timesteps
-        # A pipeline that takes one time gets that; to the denoiser go those of the samples in its place.
-        if self.time is not None:
-            times = torch.tensor(self.time, dtype=timesteps.dtype)
-            by_sample[TIME] = timesteps[:, None]
-        denoiser = per_sample(parts[self.denoiser], self.places, by_sample)
         dtype = _dtype_of(parts[self.denoiser])
-        # A pipeline takes the type of one of its denoisers for that of all.
-        attributes.update({name: StandIn(parts[name], dtype=dtype) for name in self._others})
-        is_over = False
+        is_over, drawn = False, list[Tensor]()
 
         def step(prediction: Tensor, sample: Tensor) -> Tensor:
             nonlocal is_over
@@ -424,33 +434,26 @@ class OneStep:
 
         def noise(shape: Sequence[int]) -> Tensor:
             # After the step some pipelines add noise to latents that are decoded, which `find_tail` notices.
-            return torch.randn(tuple(shape), device=timesteps.device) if is_over else draw(shape)
+            if is_over:
+                return torch.randn(tuple(shape), device=timesteps.device)
+            drawn.append(draw(shape))
+            return drawn[-1]
 
-        attributes["scheduler"] = one_timestep(parts["scheduler"], times, step)
+        by_sample = {n: v for n, v in further.items() if n in self.sizes and isinstance(v, Tensor)}
+        further = {n: v for n, v in further.items() if n not in by_sample}
+        times = timesteps
+        # A pipeline that takes one time gets that; to the denoiser go those of the samples in its place.
+        if self.time is not None:
+            times = torch.tensor(self.time, dtype=timesteps.dtype)
+            by_sample[TIME] = timesteps[:, None]
+        readers = self._readers(parts, dtype)
+        attributes = vars(pipeline)
+        attributes.update(parts, device_of_latents=timesteps.device)
+        # A pipeline takes the type of one of its denoisers for that of all.
+        attributes.update({name: StandIn(parts[name], dtype=dtype) for name in self._others})
+        attributes.update(readers, scheduler=one_timestep(parts["scheduler"], times, step))
         attributes["_progress_bar_config"] = {"disable": True}
-        processor: PaddingProcessor | None = None
-        for name, part in parts.items():
-            if name.startswith("tokenizer") and part is not None:
-                attributes[name] = PaddingTokenizer(part, self.note_tokens)
-            elif isinstance(getattr(part, "real", part), ProcessorMixin) and self._most_tokens:
-                processor = PaddingProcessor(part, self._most_tokens, self.note_tokens)
-                attributes[name] = processor
-            elif name.startswith("text_encoder") and part is not None:
-                encoder = of_type(part, dtype)
-                if name in self._generating:
-                    # Nobody reads the keys and values that such a model keeps for tokens to come.
-                    encoder = StandIn(encoder, call=partial(encoder, use_cache=False))
-                attributes[name] = encoder
-            elif name.startswith("image_encoder") and part is not None:
-                attributes[name] = encoder_of_images(part)
-            elif isinstance(part, BaseImageProcessor):
-                attributes[name] = tensor_processor(part)
-            elif hasattr(part, "num_conditions"):  # guidance as a part of its own
-                attributes[name] = part.new(guidance_scale=1.0)
-        if self._most_tokens and self._masks_states:
-            num_image_tokens = lambda: processor.num_image_tokens if processor else 0
-            denoiser = of_length(denoiser, lambda: self._most_tokens + num_image_tokens())
-        attributes[self.denoiser] = denoiser
+        attributes[self.denoiser] = self._denoiser_of(parts, by_sample, readers)
         if self.decoder is not None:
             encode, images = None, further.get(self.image)
             if self.animates and images is not None:
@@ -461,11 +464,50 @@ class OneStep:
             attributes[self.decoder] = no_decoder(parts[self.decoder], on_decode, encode)
         methods = {name: _drawing_from(method, noise) for name, method in self._drawing.items()}
         call = methods.pop("__call__")  # which is among them for every class
-        for name, method in methods.items():
+        for name, drawing in methods.items():
+            method = _returning_noise(drawing, drawn) if self.mixes_image else drawing
             is_static = isinstance(inspect.getattr_static(pipeline, name), staticmethod)
             attributes[name] = method if is_static else types.MethodType(method, pipeline)
         with contextlib.suppress(Captured):
             call(pipeline, **self._given(conditions, len(timesteps), further))
+
+    def _readers(self, parts: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        """Returns what stands in for the parts that read prompts and images, and for guidance, by name."""
+        readers: dict[str, Any] = {}
+        for name, part in parts.items():
+            if part is None:
+                continue
+            if name.startswith("tokenizer"):
+                readers[name] = PaddingTokenizer(part, self.note_tokens)
+            elif isinstance(getattr(part, "real", part), ProcessorMixin) and self._most_tokens:
+                readers[name] = PaddingProcessor(part, self._most_tokens, self.note_tokens)
+            elif name.startswith("text_encoder"):
+                encoder = of_type(part, dtype)
+                if name in self._generating:
+                    # Nobody reads the keys and values that such a model keeps for tokens to come.
+                    encoder = StandIn(encoder, call=partial(encoder, use_cache=False))
+                readers[name] = encoder
+            elif name.startswith("image_encoder"):
+                readers[name] = encoder_of_images(part)
+            elif isinstance(part, BaseImageProcessor):
+                readers[name] = tensor_processor(part)
+            elif hasattr(part, "num_conditions"):  # guidance as a part of its own
+                readers[name] = part.new(guidance_scale=1.0)
+        return readers
+
+    def _denoiser_of(
+        self, parts: Mapping[str, Any], by_sample: Mapping[str, Tensor], readers: Mapping[str, Any]
+    ) -> Any:
+        """Returns the denoiser that gets arguments of each sample, and states of prompts of one length."""
+        denoiser = per_sample(parts[self.denoiser], self.places, by_sample)
+        if not (self._most_tokens and self._masks_states):
+            return denoiser
+        processors = [part for part in readers.values() if isinstance(part, PaddingProcessor)]
+
+        def length() -> int:
+            return self._most_tokens + sum(part.num_image_tokens for part in processors[-1:])
+
+        return of_length(denoiser, length)
 
     def _given(
         self, conditions: Sequence[Any], num_samples: int, further: Mapping[str, Any]
@@ -540,10 +582,7 @@ def condition_of(cls: type) -> str | None:
     accepted = (condition, image_of(cls))
     if others := [name for name in required_by(cls) if name not in accepted]:
         raise ConfigurationError(
-            f"{cls.__name__} draws from {', '.join(others)}, not from prompts or classes alone; train it as "
-            "another pipeline of diffusers that has the same parts (pipeline_class='LTXImageToVideoPipeline' for "
-            "those of LTXConditionPipeline), or with a LightningModule whose training_step calls its denoiser, "
-            "which the strategy runs unchanged"
+            f"{cls.__name__} draws from {', '.join(others)}, not from prompts or classes alone; {OTHERWISE}"
         )
     return condition
 
@@ -609,3 +648,24 @@ def _drawing_from(method: types.FunctionType, draw: Draw) -> types.FunctionType:
     )
     copied.__kwdefaults__ = method.__kwdefaults__
     return copied
+
+
+def _returning_noise(method: Callable[..., Any], drawn: Sequence[Tensor]) -> Callable[..., Any]:
+    """Returns a method that gives its noise in the place of the first tensor of that shape that it returns.
+
+    Args:
+        method: Appends to `drawn` what it draws.
+        drawn: All noise of the call so far.
+    """
+
+    def call(*args: Any, **options: Any) -> Any:
+        before, answer = len(drawn), method(*args, **options)
+        for noise in drawn[before:]:
+            values = list(answer) if isinstance(answer, tuple) else [answer]
+            place = next((i for i, x in enumerate(values) if x.shape == noise.shape), None)
+            if place is not None:
+                values[place] = noise.to(values[place])
+                answer = tuple(values) if isinstance(answer, tuple) else values[0]
+        return answer
+
+    return call
