@@ -59,6 +59,9 @@ class StepForm(NamedTuple):
     reads: frozenset[_Read] = frozenset()
 
 
+Moment = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Inside, a trainer says that so much of training is over; gives the number of the batch."""
+
 _Pattern = Sequence[tuple[str, bool | None]]
 _Line = tuple[str, int]
 _Number = tuple[_Line, Any]
@@ -81,6 +84,7 @@ class Exemplar:
         host: It sampled from `random` or `numpy.random` as well.
         counted: Attributes that count, as they were.
         tossed: It sampled from these, or took a number out of random numbers and of no layer.
+        moment: Inside, what the step may read of its trainer is as it was.
     """
 
     seed: int
@@ -89,6 +93,7 @@ class Exemplar:
     host: bool = False
     counted: tuple[tuple[Attribute, Any], ...] = ()
     tossed: bool = False
+    moment: Moment = contextlib.nullcontext
 
     def of_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the same step, whose coins always fall as they did; what else it samples is sampled."""
@@ -98,7 +103,7 @@ class Exemplar:
                 rng.seed_host(self.seed)
             counters = Attributes(module, [name for name, _ in self.counted])
             repeats = _repeated(self.reads) if self.reads else contextlib.nullcontext()
-            with counters.preserved(), repeats:
+            with counters.preserved(), repeats, self.moment():
                 counters.restore([value for _, value in self.counted])
                 return step(module, batch, *self.arguments)
 
@@ -116,6 +121,7 @@ class FormView(View):
 
     Attributes:
         counted: Counters of the step (`LayerGraph.counters`) after the latest batch.
+        frozen_inputs: Tensors that the latest run gave to frozen layers.
     """
 
     def __init__(
@@ -137,6 +143,7 @@ class FormView(View):
         self.labels = {id(parameter): name for name, parameter in parameters}
         self._counters = Attributes(root, graph.counters)
         self.counted: list[Any] = []
+        self.frozen_inputs: list[torch.Tensor] = []
         owners = {name.rpartition(".")[0] for name in graph.glue_writes}
         metrics = {name for name, module in root.named_modules() if has_own_tensors(module)}
         self._owners = [root.get_submodule(name) for name in sorted(owners | metrics)]
@@ -190,6 +197,20 @@ class FormView(View):
             return form if extremes.sees_all else None
         return None
 
+    def moves_frozen(self, call: Callable[[], Any], seed: int, moments: Sequence[Moment]) -> bool:
+        """Returns whether frozen layers get other values at later moments, or when the step has counted on."""
+        if not self.graph.frozen:
+            return False
+        self.exemplar(call, seed)
+        first, later = self.frozen_inputs, list[list[torch.Tensor]]()
+        with self._counters.preserved():
+            self.count()
+            for moment in (contextlib.nullcontext, *moments[:1], *moments[-1:]):
+                with contextlib.suppress(Exception), moment():  # of any code, as above
+                    self.exemplar(call, seed)
+                    later.append(self.frozen_inputs)
+        return not all(map(partial(_are_equal, first), later))
+
     def count(self) -> None:
         """Sets counters of the step to what they are after the latest batch."""
         if self.counted:
@@ -202,6 +223,7 @@ class FormView(View):
         with self.interception.running(run), _Operators(run) if self.by_reads else _NOTHING:
             rng.seed_all(seed, host=True)
             form = run.form_of(call)
+        self.frozen_inputs = run.frozen_inputs
         later = self.graph.counters.values()
         self.counted = [now + more for now, more in zip(run.counted, later, strict=True)]
         return form
@@ -253,6 +275,7 @@ class Forms:
         throws_coins: The step read something that may have been a coin, for each microbatch by itself.
         by_reads: Some call the same layers, and read other things between them.
         read: Parameters that the code between layers read in some of them, and not in others.
+        moves_frozen: What frozen layers are given depends on how much of training is over.
     """
 
     exemplars: tuple[Exemplar, ...] = ()
@@ -262,6 +285,7 @@ class Forms:
     throws_coins: bool = True
     by_reads: bool = False
     read: frozenset[str] = frozenset()
+    moves_frozen: bool = False
 
     @property
     def widest(self) -> Exemplar | None:
@@ -291,12 +315,14 @@ def survey(
     graph: LayerGraph,
     seed_of: Callable[[int, int], int],
     arguments: tuple[Any, ...] = (),
+    moments: Sequence[Moment] = (),
 ) -> tuple[StepForm, Forms]:
     """Finds call sequences of a step by trials, with the seeds of its first batches; returns the longest, and all.
 
-    Runs the step twice. If it throws coins four times more, with small and with large numbers in place of what it
-    samples; if these decide what it calls, or it counts, or does not do the same each time, 32 times. Leaves the
-    module, which is on the host, as it is. Of the arguments of the first batch the first is its number.
+    Runs the step twice, and once at each of some later moments. If it throws coins four times more, with small and
+    with large numbers in place of what it samples; if these decide what it calls, or it counts, or does not do the
+    same each time, 32 times and twice at each moment. Leaves the module, which is on the host, as it is. Of the
+    arguments of the first batch the first is its number.
 
     Raises:
         GraphError: None of the sequences calls all layers.
@@ -310,20 +336,34 @@ def survey(
             call = StepCall(step, root, batch, shifted, graph.batch_writes)
             return call, seed_of(number, microbatch), shifted
 
+        def later(moment: Moment, microbatch: int) -> list[tuple[StepForm, Exemplar]]:
+            # Any code may fail that looks up what is not there yet.
+            with contextlib.suppress(Exception), moment() as number:
+                form, exemplar = view.exemplar(*trial(number, microbatch))
+                return [(form, replace(exemplar, moment=moment))]
+            return []
+
+        moves = partial(replace, moves_frozen=view.moves_frozen(*trial(0, 0)[:2], moments))
         if not (graph.counters or graph.generators):
             trials = [view.exemplar(*trial(number, 0)) for number in range(_FEW)]
             forms: set[StepForm | None] = {form for form, _ in trials}
+            forms.update(form for moment in moments for form, _ in later(moment, 0))
             for sides in _SIDES if any(exemplar.tossed for _, exemplar in trials) else ():
                 if len(forms) == 1:
                     forms.add(view.extreme_form(*trial(0, 0)[:2], sides))
             if len(forms) == 1:
-                return _forms_of_trials(trials)
+                widest, all_forms = _forms_of_trials(trials)
+                return widest, moves(all_forms)
             trials.clear()
         for number, microbatch in itertools.product(range(_MANY // 2), range(2)):
             trials.append(view.exemplar(*trial(number, microbatch)))
             if microbatch:
                 view.count()
-    return _forms_of_trials(trials)
+        for moment in moments:
+            pair = [*later(moment, 0), *later(moment, 1)]
+            trials += pair if len(pair) == 2 else ()
+    widest, all_forms = _forms_of_trials(trials)
+    return widest, moves(all_forms)
 
 
 def _forms_of_trials(trials: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Forms]:
@@ -386,6 +426,7 @@ class _FormRun(StubbedRun):
         for layer in view.graph.layers:
             self._layers[layer.name].append(layer)
         self._counts: dict[str, int] = defaultdict(int)
+        self.frozen_inputs: list[torch.Tensor] = []
 
     @property
     def num_calls(self) -> int:
@@ -456,6 +497,8 @@ class _FormRun(StubbedRun):
         count = self._counts[name]
         self._counts[name] = count + 1
         layer = self._layers[name][min(count, len(self._layers[name]) - 1)]
+        if self._lenient and layer.frozen:
+            self.frozen_inputs += (tensor.clone() for tensor in tensors_in((args, kwargs)))
         for _ in range(
             layer.num_seeds
         ):  # as its real call would, so that later numbers are the same
@@ -469,6 +512,12 @@ class _FormRun(StubbedRun):
         if len(self._possible) == 1 and len(self._possible[0]) == position + 1:
             raise Stop
         return self._stub(layer)
+
+
+def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    pairs = zip(some, others, strict=False)  # other calls are seen as such
+    same = (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
+    return all(same)
 
 
 _SAMPLED, _LAYER = 1, 2  # what a value is made of: the larger one counts

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError
 from lightning_diffpipe.graph.chains import ONE_CHAIN, Chains, find_chains
-from lightning_diffpipe.graph.forms import MOST_FORMS, Forms, names_of, survey, too_many_forms
+from lightning_diffpipe.graph.forms import (
+    MOST_FORMS,
+    Forms,
+    Moment,
+    names_of,
+    survey,
+    too_many_forms,
+)
 from lightning_diffpipe.graph.layer import LayerGraph, other_calls
 from lightning_diffpipe.graph.probe import probe, probe_named
 from lightning_diffpipe.graph.rng import microbatch_seed
@@ -87,6 +94,7 @@ def probe_step(
     seed: int,
     planned: tuple[str, ...] = (),
     arguments: tuple[Any, ...] = (),
+    moments: Sequence[Moment] = (),
 ) -> ProbedStep:
     """Finds out which layers a step calls, in which sequences, and which of them know nothing of each other.
 
@@ -98,6 +106,7 @@ def probe_step(
         seed: Seed of the run.
         planned: Trained layers that a given plan or profile names; they are taken where this module has them.
         arguments: Further arguments of the step for the first batch.
+        moments: Later moments of training, at which the step may call other layers.
 
     Raises:
         GraphError: The step cannot be cut at its layers, or has too many call sequences.
@@ -107,7 +116,9 @@ def probe_step(
     form, number = split or BatchForm.of(batch, num_samples), min(_NUM_PROBED_SAMPLES, num_samples)
     small = take_samples(batch, num_samples, number, split)
     with _telling_of_smaller_batch(number, num_samples):
-        graph, forms = _layers_and_forms(module, step, small, form, seed, planned, arguments)
+        graph, forms = _layers_and_forms(
+            module, step, small, form, seed, planned, arguments, moments
+        )
     widest = forms.widest.of_step(step) if forms.widest else step
     chains, least = find_chains(module, widest, small, graph), 1
     if num_samples > 1 and any(isinstance(m, _BatchNorm) and m.training for m in module.modules()):
@@ -141,6 +152,7 @@ def _layers_and_forms(
     seed: int,
     planned: tuple[str, ...],
     arguments: tuple[Any, ...],
+    moments: Sequence[Moment],
 ) -> tuple[LayerGraph, Forms]:
     """Returns the layers of a step, in the form with most calls, and the forms it takes."""
 
@@ -159,7 +171,7 @@ def _layers_and_forms(
     graph = probed(step)
     seed_of = partial(microbatch_seed, seed, 0)
     try:
-        widest, forms = survey(module, step, batch, graph, seed_of, arguments)
+        widest, forms = survey(module, step, batch, graph, seed_of, arguments, moments)
     except DiffPipeError:
         raise
     except Exception as error:  # of any code, on numbers that mean nothing
@@ -172,7 +184,7 @@ def _layers_and_forms(
     # Values of coins, say, which are known now.
     if names_of(widest) != graph.layer_names or graph.needs_values:
         graph = probed(forms.widest.of_step(step))
-        widest, forms = survey(module, step, batch, graph, seed_of, arguments)
+        widest, forms = survey(module, step, batch, graph, seed_of, arguments, moments)
         if names_of(widest) != graph.layer_names:
             raise GraphError(
                 "the form of the step with most calls cannot be probed: run again with what it drew, "

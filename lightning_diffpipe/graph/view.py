@@ -305,9 +305,9 @@ class StubbedRun(Run):
             expected = f"its form has {len(names)} layer calls, with which another one begins"
         return GraphError(
             f"{caller()} calls {name} as layer call {position}, where {expected}: the step takes another way than "
-            "when it was probed. Let it take each way in one of its first batches, not from some step on only, "
-            "with coins of torch's, Python's or numpy's global generators; or move the branch inside the forward "
-            "of one module, so that all batches call the same layers"
+            "when it was probed. Let coins of torch's, Python's or numpy's global generators decide, or the number "
+            "of the batch, step or epoch, all of which are tried before training; or move the branch inside the "
+            "forward of one module, so that all batches call the same layers"
         )
 
     def _stub(self, layer: Layer) -> Any:
@@ -357,16 +357,24 @@ class StubbedRun(Run):
         return pytree.tree_unflatten(flat, spec)
 
     def _keep(self, layer: Layer, leaf: int, value: Tensor, expected: TensorSpec) -> Tensor:
-        if torch.is_grad_enabled() and value.requires_grad != expected.requires_grad:
+        # One that needs no gradient any more, as what makes it was frozen, is where the backward ends.
+        if torch.is_grad_enabled() and value.requires_grad and not expected.requires_grad:
             raise GraphError(
-                f"output {leaf} of {layer.name} has requires_grad={value.requires_grad}, the probe saw "
-                f"{expected.requires_grad}; parameters were frozen or unfrozen since, which changes the plan: "
-                "do it before training starts"
+                f"output {leaf} of {layer.name} needs a gradient, which it did not when the step was probed: "
+                "parameters were unfrozen since, which changes the plan; do it before training starts"
             )
         value = with_layout(value, expected)
         self.outputs[layer.index, leaf] = value
         # Gradients from other stages must not pass hooks of glue, which belong to what reads the tensor here.
         return value.view_as(value) if self._view.graph.hooks else value
+
+
+def _not_read(layer: Layer, leaf: int) -> GraphError:
+    return GraphError(
+        f"this batch leaves out what is made of output {leaf} of {layer.name}, so that no gradient comes back to "
+        "it, as one did when the step was probed. In one process it would have none, not zeros, which make the "
+        "optimizer take another step. Multiply by 0 what shall not count, instead of leaving it out"
+    )
 
 
 def with_layout(value: Tensor, spec: TensorSpec) -> Tensor:
@@ -581,6 +589,8 @@ class StageRun(StubbedRun):
             if gradients:  # from layers here, and passed through
                 result[key] = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
             else:
+                if leaf is not None and leaf.requires_grad:
+                    raise _not_read(self._view.graph.layers[key[0]], key[1])
                 device = leaf.device if leaf is not None else None
                 result[key] = self._view.graph.spec(key).empty(device).zero_()
         self.outputs.clear()

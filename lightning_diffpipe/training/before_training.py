@@ -14,8 +14,10 @@ for that long there seems to be one (`put_off_runs`), and what is refused while 
 import contextlib
 import copy
 import functools
+import math
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DistributedSampler
 
 from lightning_diffpipe.errors import ConfigurationError, raised_by_all
+from lightning_diffpipe.graph.forms import Moment
 from lightning_diffpipe.graph.trial import in_trial
 from lightning_diffpipe.training.loader import place_of, telling_place
 from lightning_diffpipe.training.patching import made_on_demand, patched
@@ -89,6 +92,32 @@ def why_empty(loader: Any) -> str:
     return "the training data loader is empty: it yields no batch"
 
 
+def later_moments(trainer: Any) -> list[Moment]:
+    """Returns moments at which a step may call other layers than now, as far as the trainer's own numbers decide.
+
+    These are its second optimizer step, the middle and the last two of training, in which `global_step`,
+    `current_epoch` and `batch_idx` are even and odd; some far ones where nobody knows when training ends.
+    """
+    loop = trainer.fit_loop
+    steps_per_epoch = max(trainer.num_training_batches / trainer.accumulate_grad_batches, 1)
+    max_epochs = _FAR if loop.max_epochs in (None, -1) else loop.max_epochs
+    max_steps = _FAR if trainer.max_steps == -1 else trainer.max_steps
+    num_steps = int(min(max_steps, max_epochs * steps_per_epoch))
+    num_epochs = int(min(max_epochs, math.ceil(num_steps / min(steps_per_epoch, num_steps))))
+    num_batches = int(min(trainer.num_training_batches, _FAR))
+    steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+
+    @contextlib.contextmanager
+    def moment(step: int, epoch: int, batch: int) -> Iterator[int]:
+        with patched(steps, completed=step), patched(loop.epoch_progress.current, completed=epoch):
+            yield batch
+
+    middle = num_steps // 2, num_epochs // 2, num_batches // 2
+    last = ((num_steps - n, num_epochs - n, num_batches - n) for n in (2, 1))
+    return [partial(moment, *(max(n, 0) for n in place)) for place in ((1, 0, 1), middle, *last)]
+
+
+_FAR = 10**6
 _OPTIMIZERS = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from lightning_diffpipe.comm.rendezvous import (
 from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import raised_by_all
 from lightning_diffpipe.graph.fakes import without_garbage_collection
+from lightning_diffpipe.graph.forms import Moment
 from lightning_diffpipe.graph.probed_step import ProbedStep, probe_step
 from lightning_diffpipe.graph.step import ModuleSplit, Step
 from lightning_diffpipe.host_memory import keep_freed_memory
@@ -63,6 +65,7 @@ def prepare(
     options: PipelineOptions,
     process: Process,
     arguments: tuple[Any, ...] = (),
+    moments: Sequence[Moment] = (),
 ) -> Pipeline:
     """Plans a module's pipeline and sets this rank's part of it up.
 
@@ -73,6 +76,7 @@ def prepare(
         options: The user's decisions.
         process: Rank and device of this process.
         arguments: Further arguments of the step for the first batch.
+        moments: Later moments of training, at which the step may call other layers.
 
     Raises:
         ConfigurationError: The module trains nothing, or the options do not fit it.
@@ -85,7 +89,7 @@ def prepare(
         keep_freed_memory()
     before = watcher.seconds.copy()
     probed, seed, plan, basis = _probed_and_planned(
-        module, step, batch, options, process, arguments
+        module, step, batch, options, process, arguments, moments
     )
     with watcher.inside("placing stages"):
         pipeline = assemble(probed, plan, process, options, seed)
@@ -104,6 +108,7 @@ def _probed_and_planned(
     options: PipelineOptions,
     process: Process,
     arguments: tuple[Any, ...] = (),
+    moments: Sequence[Moment] = (),
 ) -> tuple[ProbedStep, int, PipelinePlan, Basis | None]:
     """Returns what `assemble` needs: the step, the seed of the run, and the plan; and the basis of that."""
     shows = process.rank == 0 and sys.stderr.isatty() and _log.isEnabledFor(logging.INFO)
@@ -117,13 +122,19 @@ def _probed_and_planned(
     with watcher.inside("probing the step"):
         planned = agree(planned_layers(options) if process.rank == 0 else (), world)
         probe_all = partial(
-            probe_step, module, step, batch, size, seed=seed, planned=planned, arguments=arguments
-        )
+            probe_step, module, step, batch, size, seed=seed, planned=planned, arguments=arguments,
+            moments=moments,
+        )  # fmt: skip
         with bar(shows, "probing the layers of a step", counted=False, stays=False):
             probed = on_all_ranks(probe_all, world)
         with raised_by_all():
             require_equal(probed.graph.digest, world)
             refuse_one_chain(probed.chains, options)
+    if probed.forms.moves_frozen and process.world_size > 1:
+        _log.info(
+            "what frozen layers get depends on the step's number: they run when a batch is due"
+        )
+        options = replace(options, filling="none")
     warn_of_whole_compiled(module, probed.graph)
     with bar(shows, "timing layers and links, and planning", stays=False) as report:
         basis = basis_of(probed, options, process, world, report)

@@ -30,7 +30,7 @@ from lightning_diffpipe.runtime.upcoming import begin_copy_to_host
 _log = logging.getLogger(__name__)
 _TRAINING = attrgetter("training")
 _REMEDY = (
-    "Branches on the epoch, the step or batch_idx must read the same layers and train the same parameters "
+    "Branches on what hooks set or on values must read the same layers and train the same parameters "
     "from the first step on: multiply a term by 0 until it shall count, instead of leaving it out"
 )
 _NOT_FINITE = (

@@ -58,6 +58,7 @@ from lightning_diffpipe.training.before_training import (
     autocast_on_host,
     early_answers,
     first_batch,
+    later_moments,
     put_off_runs,
     silence_watching,
     why_empty,
@@ -402,8 +403,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             options = replace(options, optimizer_offload="auto" if may_leave else "none")
         with hooks_come_later(), early_answers(self), generators_preserved(module):
             self.pipeline = prepare(
-                module, self._run_training_step, batch, options, self.process, self._arguments
-            )
+                module, self._run_training_step, batch, options, self.process, self._arguments,
+                later_moments(trainer),
+            )  # fmt: skip
         self._disconnect_data()
         sharding = self.pipeline.sharding
         self.division = Division(

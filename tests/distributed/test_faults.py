@@ -156,12 +156,17 @@ class Unfreezes(L.Callback):
 
 
 class Later(TinyDiffusion):
-    """A layer of the first stage enters the loss from the second epoch on."""
+    """A layer of the first stage enters the loss from the second epoch on, by what a hook sets."""
+
+    is_late = False
+
+    def on_train_epoch_start(self):
+        self.is_late = self.current_epoch > 0
 
     def denoise(self, noisy, t, text):
         first = self.blocks[0](noisy, self.time(t[:, None]))
         prediction = super().denoise(noisy, t, text)
-        return prediction + first if self.current_epoch > 0 else prediction
+        return prediction + first if self.is_late else prediction
 
 
 class KeepsAverages(TinyDiffusion):

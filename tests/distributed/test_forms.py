@@ -8,6 +8,7 @@ weights NaN, and a term of the loss that came and went did so to the loss.
 
 import itertools
 import random
+from dataclasses import replace
 
 import lightning as L
 import numpy as np
@@ -31,6 +32,7 @@ WIDTH, BATCH = 4, 4
 WHAT = ("frozen", "trained", "parameter", "term", "replaced")
 HOW = ("left out", "added", "repeated")
 BY = ("random", "torch", "batch_idx", "shape", "first")
+LATE = ("step", "epoch", "last")
 
 
 class Varying(L.LightningModule):
@@ -39,7 +41,7 @@ class Varying(L.LightningModule):
     Args:
         what: What that is: a call of the only `frozen` layer, or of a `trained` one, a `parameter` that is read
             between layers, a `term` of the loss on a layer that nothing else reads, or a parameter in place of the
-            frozen layer (`replaced`).
+            frozen layer (`replaced`); or frozen layers get another `input`.
         how: Where the coin falls so that it is `left out`, `added` or `repeated`.
         by: What the coin is.
     """
@@ -59,6 +61,10 @@ class Varying(L.LightningModule):
             "batch_idx": lambda: batch_idx % 2 == 1,
             "shape": lambda: x.shape[1] > 2,
             "first": lambda: batch_idx > 0,
+            "step": lambda: self.trainer.global_step >= 2,
+            "epoch": lambda: self.current_epoch >= 1,
+            "last": lambda: batch_idx == 2,
+            "hook": lambda: self.flag,
         }[self.by]()
         return {"left out": 1 - coin, "added": coin, "repeated": 1 + coin}[self.how]
 
@@ -66,7 +72,7 @@ class Varying(L.LightningModule):
         x, c, loss = batch["x"], batch["c"], 0.0
         times = self.times(x, batch_idx)
         uses = lambda what: range(times if self.what == what else 1)
-        s = c
+        s = c * (2 + times) if self.what == "input" else c
         if self.what == "replaced":
             s = self.null.expand_as(c) * times if times else self.text(c)
         else:
@@ -107,9 +113,12 @@ def settings_of(what, how, by, num_microbatches, strategy):
     if by == "shape":  # the first batch calls all layers
         is_longer_first = how == ("left out" if what == "replaced" else "added")
         lengths = (3, 2) if is_longer_first else (2, 3)
+    trainer = {"max_steps": 4, "max_epochs": -1}
+    if by in LATE:
+        trainer = {"max_epochs": 2, "limit_train_batches": 3}
     return Settings(
-        {"what": what, "how": how, "by": by}, {"lengths": lengths, "batch_size": BATCH},
-        {"max_steps": 4, "max_epochs": -1}, {"num_microbatches": num_microbatches, **strategy}, Varying, Batches,
+        {"what": what, "how": how, "by": by}, {"lengths": lengths, "batch_size": BATCH}, trainer,
+        {"num_microbatches": num_microbatches, **strategy}, Varying, Batches,
     )  # fmt: skip
 
 
@@ -172,6 +181,47 @@ def rows_of(turn):
 )
 def test_steps_that_vary_train_like_one_process(num_ranks, nccl, rows):
     train_like_one_process(rows, num_ranks, nccl)
+
+
+def late_rows(turn):
+    """Every pair of what and how, each with another decision, microbatches and filling in each of three turns."""
+    pairs = enumerate(itertools.product((*WHAT, "input"), HOW))
+    return [(w, h, LATE[(i + turn) % 3], (1, 2)[i % 2], i % 3 == 0) for i, (w, h) in pairs]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "rows"),
+    [
+        (2, [("trained", "added", "step", 2, True), ("term", "left out", "last", 2, False),
+             ("input", "added", "step", 1, True)]),
+        *(row(num_ranks, late_rows(turn)) for num_ranks in (1, 2, 3) for turn in range(3)),
+    ],
+)  # fmt: skip
+def test_what_begins_or_ends_late_trains_like_one_process(num_ranks, rows):
+    """History: such layers ended the run when they came; a term that ended left zeros where no gradient was.
+
+    Frozen layers ran ahead in bubbles with the input of the step before.
+    """
+    train_like_one_process(rows, num_ranks)
+
+
+class Flagged(Varying):
+    """A hook decides, which nothing knows of before training."""
+
+    flag = False
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.flag = batch_idx == 0
+
+
+def test_a_term_that_is_left_out_unforeseen_ends_the_run():
+    """History: its layer had a gradient of zeros, which made AdamW take another step without a word."""
+    settings = replace(
+        settings_of("term", "left out", "hook", 2, {"num_stages": 2}), module_class=Flagged
+    )
+    settings.data["lengths"] = (2,)
+    outcomes = [each for (each,) in run_ranks(fit_all, 2, [settings], 2, False)]
+    assert any("Multiply by 0" in each for each in outcomes), outcomes
 
 
 class Clips(Varying):

@@ -206,6 +206,14 @@ class Freezes(TinyDiffusion):
             self.blocks[2].requires_grad_(False)
 
 
+class FreezesFirst(TinyDiffusion):
+    """Freezes what the other stage reads for one step, and trains it again."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        first = torch.nn.ModuleList([self.time, self.blocks[0]])
+        first.requires_grad_(self.trainer.global_step != 1)
+
+
 @pytest.mark.parametrize("replicas", [row((1, 1)), (1, 3)])
 def test_clipping_by_the_norm_over_all_stages(replicas):
     """History: Lightning clips what a rank holds, so every stage was scaled by another factor."""
@@ -321,6 +329,8 @@ SIDE_BY_SIDE = {"num_stages": 1, "num_replicas": 1, "data_parallel": 2}
         (Normed, 2, 1, TWO, {}),
         # History: where a stage had replicas frozen layers got gradients of zero, and weight decay moved them.
         (Freezes, 2, 1, WHOLE, {}),
+        # History: an output of one stage that needed no gradient any more ended the run.
+        (FreezesFirst, 2, 1, TWO, {}),
         (ClipsInHook, 4, 1, TWO, {}),
         (ClipsByItself, 4, 1, WHOLE, {}),  # a rank has all gradients
         # History: one rank summed gradients after each batch of a window, and waited for those that waited for it.
