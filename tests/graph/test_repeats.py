@@ -214,7 +214,7 @@ def both(look, monkeypatch):
 
     found = tried()
     with monkeypatch.context() as patched:
-        patched.setattr(StepProbe, "_repeats", lambda self, call_results: None)
+        patched.setattr(StepProbe, "_repeats", lambda self, *_: None)
         return found, tried()
 
 
