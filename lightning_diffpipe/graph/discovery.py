@@ -362,9 +362,7 @@ class StepProbe:
             self.__post_init__()
         return None
 
-    def _repeats(
-        self, call_results: CallResults, layers: Collection[str] = ()
-    ) -> Repeats | None:
+    def _repeats(self, call_results: CallResults, layers: Collection[str] = ()) -> Repeats | None:
         mode, names = self.fake_mode, self._callable()
         return None if mode is None else Repeats(self.module, mode, names, call_results, layers)
 

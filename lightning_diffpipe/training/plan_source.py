@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+from torch import nn
+
 from lightning_diffpipe.comm.bandwidth import measure_cluster, measure_links, with_memory
 from lightning_diffpipe.comm.mesh import ProcessGroup, gathered_objects
 from lightning_diffpipe.comm.rendezvous import agree
@@ -333,7 +335,7 @@ def _profile(
     profile, speeds = _given_profile(source), list[float]()
     if profile is None:
         profiles = _timed.setdefault(subject.module, {})
-        kinds = subject.splits_backward, world is None
+        kinds = subject.splits_backward, world is None, _switches(subject.module)
         key = subject.graph.digest, subject.counts, subject.place, kinds
         if not _by_all(key in profiles, world):
             profile = measure_profile(subject, partial(pool_times, group=world, speeds=speeds))
@@ -350,6 +352,17 @@ def _profile(
             "(diffpipe profile), or leave strategy.profile out"
         )
     return profile, ()
+
+
+def _switches(module: nn.Module) -> int:
+    """Returns a number for what modules are told that graphs do not show, such as to checkpoint."""
+    switches = {
+        (name, attribute, value)
+        for name, part in module.named_modules()
+        for attribute, value in vars(part).items()
+        if isinstance(value, bool | str) and not attribute.startswith("_")
+    }
+    return hash(frozenset(switches))
 
 
 def _given_profile(source: Any) -> ModelProfile | None:
