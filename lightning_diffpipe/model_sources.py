@@ -39,14 +39,14 @@ from lightning_diffpipe.modules.parts import (
     read_checkpoint,
 )
 from lightning_diffpipe.pipelines.stand_ins import checked_arguments
-from lightning_diffpipe.sampling.digests import Identity
-from lightning_diffpipe.sampling.loop import denoisers_among
-from lightning_diffpipe.sampling.loras import (
+from lightning_diffpipe.sampling.adapters import (
     AdaptedWeights,
     add_to_others,
     read_loras,
     refuse_adapted,
 )
+from lightning_diffpipe.sampling.digests import Identity
+from lightning_diffpipe.sampling.loop import denoisers_among
 from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
     StateDict,
@@ -63,7 +63,7 @@ from lightning_diffpipe.sampling.source import (
     Settings,
     Source,
     call_arguments,
-    drawn_by,
+    images_of,
     refuse_prompts,
 )
 
@@ -363,7 +363,7 @@ class ModuleSource:
         arguments = _DEFAULTS | settings.given() | {"generator": settings.generator()}
         call = module.drawing(settings.prompts or (), **arguments)
         with module.evaluating():
-            return as_pil(drawn_by(call, sample))
+            return as_pil(images_of(call, sample))
 
     def part(self, name: str) -> nn.Module:
         """Returns the second denoiser of a cascade, with its weights."""

@@ -6,7 +6,7 @@
 The journey of a request:
 
     rank 0     prompts -> text encoders -> start noise -> Call          sampling/dry_run.py, record.py
-    all ranks  Call, broadcast -> this rank's share of samples, branch  sampling/call.py, mesh.py
+    all ranks  Call, broadcast -> this rank's share of samples, branch  sampling/call.py, world.py
     all ranks  denoising steps, this rank's layers or rows of them      sampling/pipefusion/, distrifusion/
     all ranks  latents -> tiles or images, decoded -> rank 0          sampling/decoding.py
     rank 0     images, report                                         sampling/report.py

@@ -61,7 +61,8 @@ def test_what_only_prints_composes_its_config_once(arguments, capsys, monkeypatc
     monkeypatch.setattr(ConfigLoaderImpl, "_parse_overrides_and_create_caching_repo", begun)
     monkeypatch.setattr(hydra, "main", lambda **_: pytest.fail("the config is composed twice"))
     call(capsys, monkeypatch, *arguments)
-    assert len(composed) == 1
+    # A verb that runs looks at its own config, too, for settings that it does not have.
+    assert len(composed) == (1 if "--help" in arguments else 2)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["train", "--cfg", "job"]])
@@ -179,7 +180,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
          "callbacks.samples=False is nothing to build; callbacks.samples=null leaves it out"),
         (["train", "logger=null"],
          "diffpipe train: Config group override must be a string or a list. Got NoneType (logger=null)"),
-        (["train", "~logger", "trainer.devices=1"], "there is no logger; take logger=none"),
+        (["train", "~logger", "trainer.devices=1"], "the setting logger has been deleted; leave ~ out"),
         (["train", "lora_from=x"], "lora_from goes on from adapters, and none are trained: add adapter=lora"),
         (["train", "model=pretrained_unet", "adapter=lora", "lora_from=not/there"],
          "diffpipe train: model.lora.lora_from=not/there: there is no such file or folder"),
@@ -307,6 +308,22 @@ def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monke
     assert printed == err.splitlines()[-1:], "one line, and nothing after it"
 
 
+@pytest.mark.parametrize("verb", sorted(cli.VERBS))
+def test_a_config_that_empties_a_group_is_refused(verb, tmp_path, capsys, monkeypatch):
+    """History: `trainer: null`, `sampler: null`, `data: null` and others ended in tracebacks."""
+    monkeypatch.chdir(tmp_path)
+    with hydra.initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
+        config = hydra.compose(verb)
+        groups = [name for name in config if OmegaConf.is_dict(config._get_node(name))]
+    Path("own.yaml").write_text("seed: 1\n")
+    code, _, err = call(capsys, monkeypatch, verb, "-cd", ".", "-cn", "own")
+    assert (code, f"defaults: [{verb}, _self_]" in err) == (2, True)
+    for name in groups:
+        Path("own.yaml").write_text(f"defaults: [{verb}, _self_]\n{name}: null\n")
+        code, _, err = call(capsys, monkeypatch, verb, "-cd", ".", "-cn", "own")
+        assert (code, f"{name}=None is no group of settings" in err) == (2, True), err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -315,6 +332,11 @@ def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monke
          "trainer.accumulate_grad_batches must be a whole number >= 1; got 0"),
         (["train", "logger=none", "trainer.val_check_interval=0"],
          "trainer.val_check_interval must be above 0, or null; got 0"),
+        # History: these were taken and read by nothing; the second one trained with another learning rate.
+        (["train", "+foo=1"], "foo changes nothing, as no setting has this name or refers to it"),
+        (["train", "+optimizer.lr=1", "+rate=1"], "optimizer changes nothing"),
+        (["plan", "+foo.name=1"], "foo changes nothing"),
+        (["train", "+rate=1", "model.optimization.lr=${rate}", "seed=-1"], "seed must be a whole number >= 0"),
         (["sample", "~prompts"], "the setting prompts has been deleted; leave ~ out"),
         (["sample", "~trainer.devices"], "the setting devices has been deleted; leave ~ out"),
         (["plan", "~cluster", "model=flux", "global_batch_size=8"], "the setting cluster has been deleted"),

@@ -13,6 +13,8 @@ from lightning_diffpipe import Predictor
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.comm.waiting import SideStreams
 from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.placement import stored_value
+from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import attention_part, merged
 from tests import gpu_like
 from tests.distributed.scenarios import (
@@ -25,8 +27,9 @@ from tests.distributed.scenarios import (
     reference,
     weights_of,
 )
-from tests.distributed.tiny import Adapted
-from tests.predictor.tiny_pipelines import stable_diffusion
+from tests.distributed.stored import LINUX, Opened
+from tests.distributed.tiny import Adapted, Images, TinyDiffusion
+from tests.predictor import tiny_pipelines
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -135,6 +138,32 @@ def test_half_precision_is_near_single():
     assert losses["bf16-mixed"] == pytest.approx(losses["32-true"], rel=0.05)
 
 
+def test_a_step_of_one_sample_is_probed_without_values():
+    """Which draws one number on the device."""
+    chosen = settings()
+    module, data = build(chosen).to(DEVICE), chosen.data_class(batch_size=1)
+    batch = {name: x.to(DEVICE) for name, x in next(iter(data.train_dataloader())).items()}
+    assert probe(module, lambda model, sample: model.loss(sample), batch, mode="fake").trained
+
+
+class Asserting(TinyDiffusion):
+    """Relies on the types of autocast: of Lightning's, and of its own in it."""
+
+    def denoise(self, noisy, t, text):
+        out = super().denoise(noisy, t, text)
+        assert self.blocks[0].mix(out).dtype == torch.bfloat16
+        with torch.autocast("cuda", enabled=False):
+            assert self.blocks[0].mix(out.float()).dtype == torch.float32
+        assert self.blocks[0].mix(out).dtype == torch.bfloat16
+        return out
+
+
+def test_a_step_sees_the_types_of_autocast_wherever_it_is_probed():
+    chosen = settings({"precision": "bf16-mixed"}, num_stages=2, num_microbatches=2)
+    chosen.module_class = Asserting
+    assert run_ranks(fit_single, 2, chosen)[0]
+
+
 def fit_single(rank, chosen):
     os.environ.update(NODE_RANK=str(rank), LOCAL_RANK="0")
     chosen.strategy["process_group_backend"] = "gloo"
@@ -193,6 +222,41 @@ def test_a_step_waits_for_the_device_no_more_often_than_that_of_plain_lightning(
         assert ours[name] < plain.get(name, 0) + 0.5, name  # not in every step
 
 
+def fit_and_evaluate(rank, chosen, num_ranks):
+    """Returns whether frozen weights are mapped from their files after training, and after validation."""
+    os.environ.update(NODE_RANK=str(rank), LOCAL_RANK="0")
+    torch.manual_seed(3)
+    module, data = chosen.module_class(**chosen.module), chosen.data_class(4)
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    named, found = dict(module.named_parameters()), []
+    mapped = [name for name in frozen if stored_value(named[name]) is not None]
+    trainer = quiet_trainer(
+        devices=1, num_nodes=num_ranks, strategy=quick_strategy(**chosen.strategy), **chosen.trainer
+    )
+    for run in (trainer.fit, trainer.validate):
+        run(module, data.train_dataloader())
+        named = dict(module.named_parameters())
+        found.append([name for name in mapped if stored_value(named[name]) is None])
+    return mapped, *found
+
+
+@LINUX
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_frozen_weights_come_back_to_their_files(num_ranks, tmp_path):
+    """Encoders, which all ranks hold, and stages."""
+    folder = str(tmp_path / "flux")
+    tiny_pipelines.build("flux", tmp_path / "parts").to(torch.bfloat16).save_pretrained(folder)
+    chosen = settings(
+        {"precision": "bf16-mixed", "max_steps": 1},
+        num_stages=num_ranks, num_microbatches=2, process_group_backend="gloo",
+    )  # fmt: skip
+    chosen.module_class, chosen.data_class = Opened, Images
+    chosen.module = {"folder": folder, "lora": True}
+    for mapped, *copied in run_ranks(fit_and_evaluate, num_ranks, chosen, num_ranks):
+        assert {name.partition(".")[0] for name in mapped} > {"transformer", "text_encoder"}
+        assert copied == [[], []]
+
+
 class ResetPeak(Callback):
     """Leaves out what timing layers and copies has taken before."""
 
@@ -216,7 +280,7 @@ def test_memory_is_what_was_planned():
 
 def test_a_predictor_draws_what_diffusers_draws(tmp_path):
     torch.manual_seed(0)
-    stable_diffusion(tmp_path).save_pretrained(tmp_path / "model")
+    tiny_pipelines.stable_diffusion(tmp_path).save_pretrained(tmp_path / "model")
     options = {"num_inference_steps": 3, "guidance_scale": 4.0, "height": 32, "width": 32}
     from diffusers import StableDiffusionPipeline
 

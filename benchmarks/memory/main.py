@@ -1,4 +1,4 @@
-"""Anonymous memory of each rank while a large model is opened, trained, saved and sampled, beside the plan.
+"""Memory of each rank while a large model is opened, trained, saved and sampled, beside the plan.
 
 A Flux-shaped pipeline is written to a folder with random weights in bfloat16; each rank opens it, trains adapters
 on a few batches, and samples. A thread reads RssAnon of Linux: what is mapped from a file does not count, since the
@@ -6,8 +6,13 @@ system can drop those pages and ranks share them.
 
     python benchmarks/memory/main.py --size 1e9 --json out.json
 
-With `--limit` the kernel refuses each process more than so many GiB (`RLIMIT_DATA`, as of `prlimit --data`): the
-same training on `--ranks` ranks, and in one process. 0 is no limit, to see what they take.
+Where there are GPUs, one for each rank, what tensors take there counts instead, also where they are imitated:
+
+    python -m tests.gpu_like benchmarks/memory/main.py --size 1e9
+
+With `--limit` each process is refused more than so many GiB, of a GPU by its allocator, else by the kernel
+(`RLIMIT_DATA`, as of `prlimit --data`): the same training on `--ranks` ranks, and in one process. 0 is no limit, to
+see what they take.
 """
 
 from __future__ import annotations
@@ -39,7 +44,10 @@ from lightning_diffpipe.callbacks import EncodingCache
 from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.predictor import Predictor
+from tests import gpu_like
 
+gpu_like.install()
+HAS_GPUS = torch.cuda.is_available()
 GIB = 2**30
 SIZES = {
     "tiny": (32, 19, 38, 2),
@@ -53,7 +61,7 @@ of the text encoder."""
 
 
 class Peaks(threading.Thread):
-    """The most memory of this process in each phase, in bytes.
+    """The most memory of this process in each phase, in bytes: of its GPU, if it has one, else of the host.
 
     Args:
         field: Of /proc/self/status: `RssAnon`, anonymous memory, or `VmData`, which a limit counts.
@@ -68,11 +76,17 @@ class Peaks(threading.Thread):
     def run(self) -> None:
         """Looks a hundred times a second."""
         while True:
-            status = Path("/proc/self/status").read_text()
-            phase = self.phase or watcher.phase
-            now = 1024 * int(self._line.search(status).group(1))
+            phase, now = self.phase or watcher.phase, self._bytes()
             self.most[phase] = max(now, self.most.get(phase, 0))
             time.sleep(0.01)
+
+    def _bytes(self) -> int:
+        if not HAS_GPUS:
+            status = Path("/proc/self/status").read_text()
+            return 1024 * int(self._line.search(status).group(1))
+        most = torch.cuda.max_memory_allocated()  # since the last look
+        torch.cuda.reset_peak_memory_stats()
+        return most
 
 
 def write_pipeline(folder: Path, size: str, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -130,8 +144,13 @@ def measure(
 ) -> list[dict[str, Any]]:
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    if HAS_GPUS:
+        torch.cuda.set_device(rank)
     peaks = Peaks("RssAnon" if limit_gib is None else "VmData")
-    if limit_gib:
+    if limit_gib and HAS_GPUS:
+        total = torch.cuda.get_device_properties(rank).total_memory
+        torch.cuda.set_per_process_memory_fraction(limit_gib * GIB / total, rank)
+    elif limit_gib:
         resource.setrlimit(resource.RLIMIT_DATA, (int(limit_gib * GIB),) * 2)
     peaks.phase = "opening"
     peaks.start()
@@ -147,8 +166,8 @@ def measure(
     data = [{"image": image, "caption": f"a cat {i}"} for i, image in enumerate(images)]
     peaks.phase = None
     trainer = L.Trainer(
-        accelerator="cpu", devices=world_size, max_steps=3, precision=precision, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        accelerator="gpu" if HAS_GPUS else "cpu", devices=world_size, max_steps=3, precision=precision,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         strategy=DiffPipeStrategy(
             num_stages=world_size,
             num_microbatches=2,
@@ -169,7 +188,7 @@ def measure(
         with Predictor.from_pretrained(
             folder,
             method="pipefusion" if world_size > 1 else "single",
-            device="cpu",
+            device="cuda" if HAS_GPUS else "cpu",
             verify=False,
             quantization=quantization,
         ) as predictor:
@@ -218,15 +237,16 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         if arguments.limit is None:
             return on_ranks(arguments.ranks, measure, str(folder), arguments.ranks, *settings)
         return [
-            under_limit(ranks, arguments.limit, str(folder), settings)
+            row
             for ranks in (arguments.ranks, 1)
+            for row in under_limit(ranks, arguments.limit, str(folder), settings)
         ]
 
 
 def under_limit(
     ranks: int, limit_gib: float, folder: str, settings: tuple[Any, ...]
-) -> dict[str, Any]:
-    """One row: how a run ended each of whose processes has a limit, 0 for none, and the most that one took."""
+) -> list[dict[str, Any]]:
+    """One row for each rank, or for the run that failed, each of whose processes has a limit, 0 for none."""
     row = {"ranks": ranks, "limit in GiB": limit_gib or "none"}
     try:
         rows = on_ranks(ranks, measure, folder, ranks, *settings, limit_gib)
@@ -234,9 +254,16 @@ def under_limit(
         multiprocessing.ProcessRaisedException,
         multiprocessing.ProcessExitedException,
     ) as error:
-        return row | {"end": str(error).strip().splitlines()[-1], "most in GiB": "over the limit"}
-    most = max((r for r in rows if r["phase"] != "planned"), key=lambda r: r["GiB"])
-    return row | {"end": f"trained; most when {most['phase']}", "most in GiB": most["GiB"]}
+        end = str(error).strip().splitlines()[-1]
+        return [row | {"rank": "", "end": end, "planned": "", "training": "", "most": ""}]
+    table = []
+    for rank in range(ranks):
+        taken = {r["phase"]: r["GiB"] for r in rows if r["rank"] == rank}
+        known = {"planned": taken.pop("planned"), "training": taken["training"]}
+        phase = max(taken, key=lambda phase: taken[phase])
+        end = f"trained; most when {phase}"
+        table.append(row | {"rank": rank, "end": end, **known, "most": taken[phase]})
+    return table
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -246,7 +273,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--folder", help="where the pipeline is kept for the next time")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--limit", type=float, help="GiB of each process, by RLIMIT_DATA")
+    parser.add_argument("--limit", type=float, help="GiB of each process, of its GPU if it has one")
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument(
         "--frozen-dtype", help="float32: cast, so that frozen weights are anonymous"

@@ -44,7 +44,7 @@ from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, PipeFusionSetting
 from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
 from lightning_diffpipe.sampling.schedulers import random_states
-from lightning_diffpipe.sampling.source import drawn_by
+from lightning_diffpipe.sampling.source import images_of
 from lightning_diffpipe.sampling.tracing.layout import Layout
 from lightning_diffpipe.training.pipeline import Pipeline
 
@@ -428,7 +428,7 @@ def draw_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> 
     drawer = StageDrawer(pipeline, num_patches)
     try:
         with isolated_random_numbers(derived_seed(pipeline.seed, "drawing")):
-            return drawn_by(call, drawer.sample)
+            return images_of(call, drawer.sample)
     except _RefusedError as error:
         if pipeline.mesh.rank == 0:
             _log.info("samples are drawn layer by layer, not by PipeFusion: %s", error)
@@ -455,7 +455,7 @@ class StageDrawer:
             pipelines, mesh.device, mesh.backend, mesh.timeout_s, patience_s=mesh.patience_s
         )
         try:
-            with self._pipeline.apart():
+            with self._pipeline.alone():
                 latents = self._sampled(call, links)
         except _RefusedError:
             links.disconnect()

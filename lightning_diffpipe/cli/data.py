@@ -1,6 +1,7 @@
 """`diffpipe data`: what of a folder is trained on, found out by reading all of it once."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -120,9 +121,8 @@ def _sheet(shown: dict[Any, list[Any]]) -> Any:
     line, rows = 18, []
     for shape, samples in shown.items():
         width = round(_HEIGHT * shape.width / shape.height)
-        row = Image.new(
-            "RGB", ((width + _MARGIN) * len(samples) + _MARGIN, _HEIGHT + 3 * line), "white"
-        )
+        across = max((width + _MARGIN) * len(samples), math.ceil(font.getlength(str(shape))))
+        row = Image.new("RGB", (across + 2 * _MARGIN, _HEIGHT + 3 * line), "white")
         draw = ImageDraw.Draw(row)
         draw.text((_MARGIN, 2), str(shape), "black", font)
         for place, sample in enumerate(samples):
@@ -133,7 +133,7 @@ def _sheet(shown: dict[Any, list[Any]]) -> Any:
             levels = (pixels * 255).round().byte().permute(1, 2, 0).numpy()
             left = _MARGIN + place * (width + _MARGIN)
             row.paste(Image.fromarray(levels).resize((width, _HEIGHT)), (left, line))
-            caption = sample["caption"]
+            caption = " ".join(sample["caption"].split())  # one line, of which this many fit
             while font.getlength(caption) > width:
                 caption = caption[: -max(1, len(caption) // 8)]
             draw.text((left, line + _HEIGHT + 2), caption, "black", font)

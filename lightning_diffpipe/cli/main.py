@@ -31,14 +31,20 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from lightning_diffpipe.cli.launch import announce_loading, own_rank, print_to_nobody, quoted
-from lightning_diffpipe.cli.values import POSITIONS, VERBS, in_settings, refuse_values
+from lightning_diffpipe.cli.values import (
+    POSITIONS,
+    VERBS,
+    in_settings,
+    refuse_settings,
+    refuse_values,
+)
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
 # Flags of Hydra that print something, and run nothing.
 _PRINTED = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 # Verbs without processes and folders of runs, that shall answer at once.
 _PRINTING = ("plan", "show", "diff", "data")
-_CONF = "pkg://lightning_diffpipe.conf"
+_CONF = "lightning_diffpipe.conf"
 
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:
@@ -81,6 +87,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
             with contextlib.suppress(OSError):  # the same folder, where something is
                 Path(HydraConfig.get().runtime.output_dir).rmdir()
         try:
+            refuse_settings(config, hydra.compose(name), name)
             if "trainer" in config:
                 announce_loading()
             refuse_values(config)
@@ -122,16 +129,16 @@ def _call(name: str, task: Callable[[DictConfig], Any]) -> None:
     """Calls a task with the config that `sys.argv` asks for, or prints the help of a verb."""
     flags = {argument for argument in sys.argv[1:] if argument.startswith("-")}
     settings = [argument for argument in sys.argv[1:] if argument not in flags]
-    if flags and flags <= {"--help", "-h"}:
-        with _reader_may_leave():
-            _print_help(_composed(name, settings))
-    elif name in _PRINTING and not flags and not any(s.startswith("hydra") for s in settings):
-        with _reader_may_leave():
-            task(_composed(name, settings))
+    helps = bool(flags) and flags <= {"--help", "-h"}
+    plain = name in _PRINTING and not flags and not any(s.startswith("hydra") for s in settings)
+    if helps or plain:
+        with _reader_may_leave(), hydra.initialize_config_module(_CONF, version_base="1.3"):
+            config = _composed(name, settings)
+            _print_help(config) if helps else task(config)
     else:
         prints = name in _PRINTING or {f.partition("=")[0] for f in flags} & _PRINTED
         with _reader_may_leave() if prints else contextlib.nullcontext():
-            hydra.main(version_base="1.3", config_path=_CONF, config_name=name)(task)()
+            hydra.main(version_base="1.3", config_path=f"pkg://{_CONF}", config_name=name)(task)()
 
 
 @contextlib.contextmanager
@@ -147,8 +154,7 @@ def _reader_may_leave() -> Iterator[None]:
 
 def _composed(name: str, settings: Sequence[str]) -> DictConfig:
     """Composes the config of a verb once; `hydra.main` does so twice."""
-    with hydra.initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
-        config = hydra.compose(name, overrides=[*settings], return_hydra_config=True)
+    config = hydra.compose(name, overrides=[*settings], return_hydra_config=True)
     HydraConfig.instance().set_config(config)
     of_verb = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
     OmegaConf.set_struct(of_verb, True)
@@ -160,7 +166,7 @@ def _print_help(config: DictConfig) -> None:
     choices = HydraConfig.get().runtime.choices
     groups = list[str]()
     for group in sorted(map(str, choices)):
-        folder = files("lightning_diffpipe.conf") / group
+        folder = files(_CONF) / group
         names = folder.iterdir() if folder.is_dir() else ()
         options = sorted(f.name.removesuffix(".yaml") for f in names if f.name.endswith(".yaml"))
         groups += [f"{group}: {', '.join(options)}\n"] if options else []

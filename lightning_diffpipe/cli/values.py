@@ -90,6 +90,36 @@ _POSITIVE = ("num_inference_steps", "height", "width", "timeout_s", "busy_timeou
 
 
 @raised_by_all()
+def refuse_settings(config: DictConfig, expected: DictConfig, verb: str) -> None:
+    """Raises ConfigurationError for settings that nothing would read, that are missing, or that are no group.
+
+    Args:
+        config: Config of a verb, as it was asked for; values to which its own settings refer may have any name.
+        expected: Config of the verb without overrides.
+        verb: Name of the verb.
+    """
+    for name in map(str, expected):
+        if name not in config.keys():  # noqa: SIM118, as a value that must be given is not "in" it
+            raise ConfigurationError(
+                f"the setting {name} has been deleted; leave ~ out, and let a config of your own begin with "
+                f"defaults: [{verb}, _self_]"
+            )
+        if OmegaConf.is_dict(expected._get_node(name)) and not OmegaConf.is_dict(
+            config._get_node(name)
+        ):
+            raise ConfigurationError(
+                f"{name}={config[name]} is no group of settings; leave it out, or take one that --help lists"
+            )
+    text, names = OmegaConf.to_yaml(config), [str(name) for name in expected]
+    for name in map(str, config):
+        if name not in names and not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text):
+            raise ConfigurationError(
+                f"{name} changes nothing, as no setting has this name or refers to it; `diffpipe {verb} --help` "
+                f"shows those of {', '.join(names)}"
+            )
+
+
+@raised_by_all()
 def refuse_values(config: DictConfig) -> None:
     """Raises ConfigurationError for a number of a verb that is out of range, before anything is built."""
     for name in _POSITIVE:
@@ -183,7 +213,7 @@ def require_writable_folder(setting: str, path: str | None) -> None:
 
 
 class _Values(dict[str, Any]):
-    """Values by the names of their settings, of which `~name` may have deleted some."""
+    """Values by the names of their settings, of which `~group.name` may have deleted some."""
 
     def __missing__(self, name: str) -> Any:
         raise ConfigurationError(f"the setting {name} has been deleted; leave ~ out")
@@ -193,4 +223,4 @@ def plain(config: DictConfig) -> dict[str, Any]:
     """Returns a config as plain values; raises MissingMandatoryValue if one has to be given."""
     values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
-    return _Values({k: _Values(v) if isinstance(v, dict) else v for k, v in values.items()})
+    return {str(k): _Values(v) if isinstance(v, dict) else v for k, v in values.items()}

@@ -208,16 +208,19 @@ class ImageFolderDataModule(CaptionedDataModule):
         require_number("validation_share", validation_share, 0, 1)
         require_flags(buckets=buckets, enlarge=enlarge)
         for name, value in (("condition", condition), ("references", references), ("mask", mask)):
-            if not isinstance(value, str | None):
+            if value == "" or not isinstance(value, str | None):
                 raise ConfigurationError(f"{name}={value!r} must be one key, or a folder")
         if buckets:
             require_number("bucket_step", bucket_step, 1, resolution, whole=True)
         require_choice("last_batch", last_batch, ("filled", "dropped", "smaller"))
         self._frames: list[int] = []
         if num_frames is not None:
-            self._frames = [num_frames] if isinstance(num_frames, int) else sorted(num_frames)
-            for number in self._frames:
+            several = (
+                num_frames if isinstance(num_frames, Sequence) and num_frames else [num_frames]
+            )
+            for number in several:
                 require_number("num_frames", number, 1, whole=True)
+            self._frames = sorted(several)
             computed = condition if condition in MADE else None
             others = {"condition": computed, "references": references, "mask": mask}
             for name, value in others.items():
@@ -226,10 +229,10 @@ class ImageFolderDataModule(CaptionedDataModule):
                         f"{name}={value!r} is for images; leave it or num_frames={num_frames} out"
                     )
         self._augmentation = Augmentation(**augmentation)
-        several = [folder] if isinstance(folder, str | PurePath | Mapping) else folder
-        if not (isinstance(several, Sequence) and several):
+        folders = [folder] if isinstance(folder, str | PurePath | Mapping) else folder
+        if not (isinstance(folders, Sequence) and folders):
             raise ConfigurationError(f"folder={folder!r} names no folder; name one with images")
-        self._folders = [Folder.of(each) for each in several]
+        self._folders = [Folder.of(each) for each in folders]
         self._sizes = Sizes(resolution, bucket_step, enlarge) if buckets else None
         self._split: list[dict[str, Any]] = []
         self.left_out: list[DataError] = []

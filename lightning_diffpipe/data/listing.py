@@ -18,7 +18,10 @@ import contextlib
 import csv
 import io
 import json
+import logging
 import stat
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +31,7 @@ from typing import Any, NamedTuple
 from lightning_diffpipe.data.pixels import IMAGES, VIDEOS
 from lightning_diffpipe.errors import ConfigurationError, DataError
 
+_log = logging.getLogger(__name__)
 METADATA = ("metadata.jsonl", "metadata.csv")
 
 
@@ -121,16 +125,24 @@ class Listing:
                 for number, line in lines
                 if line.strip()
             ]
-        rows = csv.DictReader(io.StringIO(_decoded(content, str(listing)), newline=""))
-        return [
-            partial(self._of_values, row, f"{listing.name}, line {rows.line_num}") for row in rows
-        ]
+        text = io.StringIO(_decoded(content, str(listing)), newline="")
+        rows = csv.DictReader(text, strict=True)  # else an open quote takes in the lines after it
+        try:
+            return [
+                partial(self._of_values, row, f"{listing.name}, line {rows.line_num}")
+                for row in rows
+            ]
+        except csv.Error as error:
+            raise DataError(
+                f"{listing}, up to line {rows.line_num}: {error}; quotes around a text must be closed, and "
+                "those in it written twice"
+            ) from error
 
     def _of_line(self, line: bytes, where: str) -> Entry:
         text = _decoded(line, f"{self.folder / where}")
         try:
             return self._of_values(json.loads(text), where)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise DataError(self._expected(where, text)) from error
 
     def _expected(self, where: str, text: str) -> str:
@@ -172,12 +184,19 @@ class Listing:
     def _found(self, on_error: str, errors: list[DataError]) -> list[Callable[[], Entry]]:
         """Finds images by their endings and captions next to them."""
         endings = IMAGES | VIDEOS if self.has_videos else IMAGES
-        paths = sorted(path for path in self.folder.iterdir() if not path.name.startswith("."))
-        texts = {path.stem: path for path in paths if path.suffix == ".txt" and path.is_file()}
-        images = {path: path.stem for path in paths if path.suffix.lower() in endings}
-        if self.has_videos:
-            images |= {path: path.name for path in paths if path.is_dir() and path.name in texts}
         what = "image or video" if self.has_videos else "image"
+        paths = sorted(path for path in self.folder.iterdir() if not path.name.startswith("."))
+        texts = {_stem(p): p for p in paths if p.suffix.lower() == ".txt" and p.is_file()}
+        images = {path: _stem(path) for path in paths if path.suffix.lower() in endings}
+        known = {*endings, ".txt"}
+        others = Counter(p.suffix for p in paths if p.suffix.lower() not in known and p.is_file())
+        if others:
+            counts = ", ".join(
+                f"{count} {suffix or 'without any'}" for suffix, count in others.items()
+            )
+            _log.warning(
+                "%s: by their endings no %ss, not trained on: %s", self.folder, what, counts
+            )
         lonely = {
             f"caption files have no {what} beside them": [
                 text.name for stem, text in texts.items() if stem not in images.values()
@@ -209,18 +228,18 @@ class Listing:
                 f"{folder} is no folder, and there are no metadata whose {key!r} names a file for each image; put "
                 f"there files of the same names as the images, such as {key}/cat.png"
             )
-        return {path.stem: path for path in sorted(folder.iterdir())}
+        return {_stem(path): path for path in sorted(folder.iterdir())}
 
     def _of_files(
         self, path: Path, text: Path | None, folders: Mapping[str, Mapping[str, Path]]
     ) -> Entry:
         companions: dict[str, Any] = {}
         for kind, key in self.companions.items():
-            if path.stem not in folders[key]:
+            if _stem(path) not in folders[key]:
                 raise DataError(
                     f"{path} has no {kind}: {self.folder / key / path.name} is not there"
                 )
-            file = self._there(folders[key][path.stem], str(path))
+            file = self._there(folders[key][_stem(path)], str(path))
             companions[kind] = (file,) if kind == "references" else file
         caption = "" if text is None else _caption_in(text)
         where = "no caption" if text is None else text.name
@@ -232,13 +251,19 @@ class Listing:
             return path
         try:
             status = path.stat()
-        except OSError as error:
-            raise DataError(f"{where}: {path} cannot be found ({error.strerror})") from error
+        except (OSError, ValueError) as error:  # no such file; a name that none can have
+            reason = getattr(error, "strerror", error)
+            raise DataError(f"{where}: {path} cannot be found ({reason})") from error
         if not stat.S_ISREG(status.st_mode):
             raise DataError(f"{where}: {path} is no file")
         if not status.st_size:
             raise DataError(f"{where}: {path} is empty (0 bytes)")
         return path
+
+
+def _stem(path: Path) -> str:
+    """Returns the name of a file without its ending, with accents as most systems write them, not as macOS does."""
+    return unicodedata.normalize("NFC", path.stem)
 
 
 def _several(value: Any, called: str) -> list[str]:

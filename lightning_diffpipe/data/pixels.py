@@ -93,6 +93,8 @@ class Augmentation:
         require_number("flip", self.flip, 0, 1)
         require_number("keep_tags", self.keep_tags, 0, whole=True)
         require_flags(random_crop=self.random_crop, shuffle_tags=self.shuffle_tags)
+        if not isinstance(self.trigger, str | None):
+            raise ConfigurationError(f"trigger={self.trigger!r} must be a text; put it in quotes")
         if self.keep_tags and not self.shuffle_tags:
             raise ConfigurationError(
                 f"keep_tags={self.keep_tags} keeps tags in front of others that are shuffled; add shuffle_tags=true"
@@ -269,18 +271,17 @@ def read_video(path: Path, num_frames: int, crop: Crop, background: str = "white
 
 
 def video_size(path: Path) -> tuple[int, int, int]:
-    """Returns width, height and number of frames of a video, a file or a folder, without decoding it."""
+    """Returns width, height and number of frames of a video, a file or a folder, as it is shown."""
     if path.is_dir():
         files = _frames(path)
         if not files:
             raise too_short(path, 0, 1)
         with Image.open(files[0]) as image:
             return *size_of(image), len(files)
-    import av
-
-    with av.open(str(path)) as container:
-        stream = container.streams.video[0]
-        return stream.width, stream.height, stream.frames or _count(container)
+    with _opened(path) as container:
+        count = container.streams.video[0].frames or _count(container)
+    with _opened(path) as container:  # whose first frame says how the camera was held
+        return *_shown(next(container.decode(video=0)), container).size, count
 
 
 def too_short(path: Path, there: int, wanted: int) -> DataError:
@@ -306,17 +307,32 @@ def _count(container: Any) -> int:
     return sum(packet.size > 0 for packet in container.demux(video=0))
 
 
-def _decoded(path: Path, num_frames: int, crop: Crop, background: str) -> list[Tensor]:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     import av
 
-    with av.open(str(path)) as container:  # counts without decoding
+    with av.open(str(path)) as container:
+        if not container.streams.video:
+            raise ValueError("there is sound in it, and no video")
+        yield container
+
+
+def _shown(frame: Any, container: Any) -> Image.Image:
+    """Returns a frame as viewers show it: turned as the camera was held, with pixels that are squares."""
+    image = Image.fromarray(frame.to_ndarray(format="rgba"))
+    if ratio := container.streams.video[0].sample_aspect_ratio:  # None and 0: squares
+        image = image.resize((max(1, round(image.width * ratio)), image.height))
+    return image.rotate(frame.rotation, expand=True)  # by quarters, which moves pixels only
+
+
+def _decoded(path: Path, num_frames: int, crop: Crop, background: str) -> list[Tensor]:
+    with _opened(path) as container:  # counts without decoding
         count = _count(container)
     stop = max(0, (count - num_frames) // 2) + num_frames
-    with av.open(str(path)) as container:
+    with _opened(path) as container:
         # Packets of some codecs show nothing: where frames end early, those are read that there are.
         frames = deque(islice(container.decode(video=0), stop), maxlen=num_frames)
-        images = (Image.fromarray(frame.to_ndarray(format="rgba")) for frame in frames)
-        return [to_pixels(image, crop, background) for image in images]
+        return [to_pixels(_shown(frame, container), crop, background) for frame in frames]
 
 
 @contextlib.contextmanager

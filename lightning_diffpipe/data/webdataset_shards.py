@@ -12,8 +12,10 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import tarfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +38,22 @@ from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 
 _log = logging.getLogger(__name__)
 _IMAGES = ("jpg", "jpeg", "png", "webp")
+
+
+class _Member(tarfile.TarInfo):
+    """A header of a tar file, where only the zeros that end an archive end it.
+
+    By itself Python also takes a header that is cut short, missing or broken for the end, but for the first one.
+    """
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"unexpected end of data ({error})") from error
 
 
 class _Epochs(IterableDataset[Batch]):
@@ -194,11 +212,31 @@ class WebDatasetDataModule(CaptionedDataModule):
             wds.SimpleShardList(shards, seed=seed),
             wds.slice(rank, None, num_ranks),
             wds.slice(worker, None, count),
-            wds.tarfile_to_samples(handler=self._refuse_shard),
+            partial(wds.tariterators.url_opener, handler=self._refuse_shard),
+            self._files,
+            partial(wds.tariterators.group_by_keys, handler=self._refuse_shard),
         ]
         if seed is not None:
             stages.append(wds.shuffle(self.hparams.shuffle_buffer, seed=seed))
         return wds.DataPipeline(*stages)
+
+    def _files(self, shards: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yields files of opened shards for webdataset, which takes an empty dict for the end of a shard."""
+        for shard in shards:
+            try:
+                with tarfile.open(None, "r|*", shard["stream"], tarinfo=_Member) as archive:
+                    for member in archive:
+                        if (file := archive.extractfile(member)) is not None:
+                            yield {
+                                "fname": member.name,
+                                "data": file.read(),
+                                "__url__": shard["url"],
+                            }
+                        archive.members = []  # type: ignore[attr-defined]
+            except Exception as error:  # of the archive, or of what unpacks or fetches it
+                error.args = (*error.args, shard["url"])
+                self._refuse_shard(error)
+            yield {}
 
     def _refuse_shard(self, error: Exception) -> bool:
         """Returns whether to go on with the next shard."""

@@ -205,8 +205,8 @@ def _sampled(func: Any, args: Sequence[Any], kwargs: Any) -> Tensor | None:
     """Samples a single random number, of which steps make coins: `torch.rand(()) < p`.
 
     Returns:
-        A number from the generator of the host, as a constant that fake tensors know the value of; None if the
-        operator does something else.
+        A number from the generator of the host, on the device that was asked for, as a constant that fake tensors
+        know the value of; None if the operator does something else.
     """
     if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
         return None
@@ -215,7 +215,7 @@ def _sampled(func: Any, args: Sequence[Any], kwargs: Any) -> Tensor | None:
         return None
     with _disable_current_modes():
         value = func(*args, **{**kwargs, "device": "cpu"})
-    return torch.tensor(value.tolist(), dtype=value.dtype)
+    return torch.tensor(value.tolist(), dtype=value.dtype, device=kwargs.get("device"))
 
 
 @contextlib.contextmanager

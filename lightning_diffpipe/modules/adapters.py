@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.quantization import dequantize, has_quantized
-from lightning_diffpipe.sampling.loras import MERGE, name_in_file
+from lightning_diffpipe.sampling.adapters import MERGE, name_in_file
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The name under which `load_lora_weights` of diffusers looks in a folder."""

@@ -77,8 +77,8 @@ from lightning_diffpipe.quantization import (
     quantize_components,
 )
 from lightning_diffpipe.runtime.optimizer_sharding import switches_weights
+from lightning_diffpipe.sampling.adapters import SECOND, StoredLora, lora_files, refuse_adapted
 from lightning_diffpipe.sampling.loop import PipelineCall
-from lightning_diffpipe.sampling.loras import SECOND, StoredLora, lora_files, refuse_adapted
 from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import class_of
 

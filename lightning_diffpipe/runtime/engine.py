@@ -207,6 +207,7 @@ class Engine:
     def close(self) -> None:
         """Frees tensors that outlive a step."""
         self.drop_prepared()
+        self._parameters = ()  # of which quantized ones are in no module any more
         if self.layout.steps.stream is not None:
             self.layout.steps.stream.close()
 

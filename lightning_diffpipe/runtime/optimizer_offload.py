@@ -27,6 +27,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from lightning_diffpipe.graph.placement import is_placeholder
@@ -250,10 +251,16 @@ def _empty_like(tensor: Tensor, device: torch.device, pinned: bool = False) -> T
 @contextlib.contextmanager
 def _hooks_off(optimizer: Optimizer) -> Iterator[None]:
     """Lets an optimizer step inside without anybody's hooks, which are for the step of all parameters."""
-    names, own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"), vars(optimizer)
-    hooks = {name: own[name] for name in names}
-    own.update({name: OrderedDict() for name in names})
+    every = vars(torch_optimizer)  # of all optimizers (`register_optimizer_step_pre_hook`)
+    places = [
+        *((vars(optimizer), f"_optimizer_step_{when}_hooks") for when in ("pre", "post")),
+        *((every, f"_global_optimizer_{when}_hooks") for when in ("pre", "post")),
+    ]
+    hooks = [owner[name] for owner, name in places]
+    for owner, name in places:
+        owner[name] = OrderedDict()
     try:
         yield
     finally:
-        own.update(hooks)
+        for (owner, name), before in zip(places, hooks, strict=True):
+            owner[name] = before

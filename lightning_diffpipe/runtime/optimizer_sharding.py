@@ -16,9 +16,12 @@ Source: Rajbhandari et al. (2020), https://arxiv.org/abs/1910.02054
 """
 
 import copy
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
+from traceback import walk_stack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -139,31 +142,31 @@ def around_updates(
     """Calls functions between each step's closure and its update, and after it; returns what undoes that.
 
     They are called once where a step calls that of its base class: torch calls hooks for both, if there has been an
-    optimizer of that. Hooks of others that come after a step see what `after` leaves.
+    optimizer of that. Hooks of others that come after a step see what `after` leaves. Steps are known by their
+    frames: where an update raises, torch calls no hook.
     """
-    depth = 0
+    steps = list[FrameType]()  # under way, the outer one first
 
     def enter(_: Optimizer, args: Any, kwargs: Any) -> Any:
-        nonlocal depth
-        depth += 1
-        if depth > 1:
+        step = sys._getframe(1)
+        callers = [frame for frame, _ in walk_stack(step)]
+        steps[:] = [*(each for each in steps if each in callers), step]
+        if len(steps) > 1:
             return None
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
 
         def computed() -> Any:
-            nonlocal depth
-            outer, depth = depth, 0  # a closure may step as well, as without a flush, and may raise
+            outer, steps[:] = steps.copy(), []  # a closure may step as well, as without a flush
             loss = closure() if closure else None
             before()
-            depth = outer
+            steps[:] = outer
             return loss
 
         return (args[:1], {**kwargs, "closure": computed}) if closure else computed()
 
     def leave(*_: Any) -> None:
-        nonlocal depth
-        depth -= 1
-        if not depth:
+        steps.pop()
+        if not steps:
             after()
 
     hooks = optimizer.register_step_pre_hook(enter), optimizer.register_step_post_hook(leave)

@@ -35,10 +35,10 @@ from lightning_diffpipe.sampling.record import Controlled, moved
 from lightning_diffpipe.sampling.request import Denoise, Request
 from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
-    drawing_from,
     for_samples,
     on_host,
     random_states,
+    sampling_from,
     takes_more,
 )
 
@@ -106,13 +106,10 @@ class Samples:
         cut_values: dict[int, Any] = {}  # what was one tensor stays one
 
         def cut(value: Any, place: str) -> Any:
-            is_list, is_tensor = isinstance(value, list), isinstance(value, Tensor)
-            size = len(value) if is_list or (is_tensor and value.ndim) else 0
-            as_latents = self.inputs if is_tensor and size == num_rows else 0
-            inner = self.inner.get(place, as_latents)
-            if size and inner and size % self.num == 0:  # a row alone is of all samples
+            if size := self._num_rows_at(place, value, num_rows):
                 if id(value) not in cut_values:
-                    rows = keep(size, inner)
+                    rows = keep(*size)
+                    is_list = isinstance(value, list)
                     cut_values[id(value)] = [value[r] for r in rows] if is_list else value[rows]
                 return cut_values[id(value)]
             if isinstance(value, dict):
@@ -122,6 +119,17 @@ class Samples:
             return value
 
         return {name: cut(value, name) for name, value in arguments.items()}
+
+    def _num_rows_at(self, place: str, value: Any, num_rows: int) -> tuple[int, int] | None:
+        """Returns the number of rows of an argument, and `inner`; None if it has no rows of samples.
+
+        An argument without a place has rows of samples if it has `num_rows` of them, as the latents.
+        """
+        is_tensor = isinstance(value, Tensor) and value.ndim > 0
+        size = len(value) if is_tensor or isinstance(value, list) else 0
+        inner = self.inner.get(place, self.inputs if is_tensor and size == num_rows else 0)
+        # A row alone, which `num` does not divide, is of all samples.
+        return (size, inner) if size and inner and size % self.num == 0 else None
 
 
 @dataclass
@@ -143,10 +151,10 @@ class Call:
         mine: Samples that this rank computes; None means all.
         divided: Place where ranks divide branches of guidance: in the `"batch"`, or by `"calls"`; None for neither.
         index: Index of the branch that this rank computes.
-        random_states: Of the default generators of the rank that made the call, that of the host first. Noise is
-            sampled by these where the pipeline passes its scheduler no generator, on all ranks alike.
+        random_states: States of the default generators of the rank that made the call, that of the host first.
+            Where the pipeline passes its scheduler no generator, noise is sampled by these, on all ranks alike.
         loop: Loop of this rank, once it has started.
-        stepped: Schedulers of patches of the request that began last, once they have stepped.
+        patch_schedulers: Schedulers of patches of the request that began last, once they have stepped.
         samples_in: Rows of each sample, where they were observed (`observe_samples`).
     """
 
@@ -166,7 +174,7 @@ class Call:
     index: int = 0
     random_states: list[Tensor] = field(default_factory=list)
     loop: list[PipelineLoop] = field(default_factory=list)
-    stepped: list[list[PatchSchedulers]] = field(default_factory=list)
+    patch_schedulers: list[list[PatchSchedulers]] = field(default_factory=list)
     samples_in: Samples | None = None
 
     @property
@@ -257,10 +265,10 @@ class Call:
         divided, controls = self.divided == "batch", self.pipeline.controls
         if controls or "listed" in self.steps[0][0]:
             model = Controlled(model, controls)
-        started, stepped = list[PipelineLoop](), list[PatchSchedulers]()
-        if self.phases[0].start:
-            started, (stepped,) = [*self.loop], self.stepped
-        self.stepped[:] = [stepped]
+        started, schedulers = list[PipelineLoop](), list[PatchSchedulers]()
+        if self.phases[0].start:  # goes on where the phase before has ended
+            started, (schedulers,) = [*self.loop], self.patch_schedulers
+        self.patch_schedulers[:] = [schedulers]
         options = self.of_own_rows(self.step_arguments)
         return Request(
             model=model,
@@ -272,7 +280,7 @@ class Call:
             step_kwargs=moved(restored(options, self.whole.device), self.whole.device),
             branches_in_batch=1 if divided or self.by_place else self.expansion * self._copies,
             begin=lambda: self._begin(model, exchange, started),
-            stepped=stepped,
+            patch_schedulers=schedulers,
         )
 
     def _begin(
@@ -283,11 +291,10 @@ class Call:
         if started:
             started[0].change(self, compute)
             return started.pop(0)
-        # All loops of a request begin with the same numbers, as if there were one; the first is the one that ends
-        # the call.
+        # All loops of a request begin with the same random numbers, as if there were one; the first ends the call.
         is_first = not self.loop
-        head = drawing_from(self.random_states, self.whole.device, goes_back=not is_first)
-        loop = PipelineLoop(self, compute, exchange, head, draws=is_first)
+        head = sampling_from(self.random_states, self.whole.device, restores=not is_first)
+        loop = PipelineLoop(self, compute, exchange, head, samples_noise=is_first)
         self.loop.append(loop)
         return loop
 
@@ -298,15 +305,15 @@ class Call:
         if rows is None:
             return model(**arguments)
         cut, times = self._cut(arguments), arguments.get("timestep")
-        several = isinstance(times, Tensor) and times.ndim and len(times) > 1
-        if self.divided == "batch" and several and cut["timestep"] is times:
+        has_times = isinstance(times, Tensor) and times.ndim and len(times) > 1
+        if self.divided == "batch" and has_times and cut["timestep"] is times:
             raise ConfigurationError(
                 f"guidance=2 divides {num_rows} rows, but the pipeline gives its denoiser {len(times)} times "
                 "that are not one for each row; leave guidance at 1"
             )
         out = model(**cut)[0]
-        if self.divided == "batch":
-            num_rows //= 2  # of the branch, which is exchanged
+        if self.divided == "batch":  # the answer has the rows of this branch, which is exchanged
+            num_rows //= 2
             rows = [row - self.index * num_rows for row in rows]
         if len(rows) == num_rows:
             return Prediction((out,))
@@ -328,13 +335,13 @@ class Call:
         return self._kept(num_rows, self.separable.inputs)
 
     def _kept(self, size: int, inner: int) -> list[int]:
-        """Returns the rows, of a number of rows, of this rank's samples and branch of guidance."""
+        """Returns the rows, of `size` rows, of this rank's samples and branch of guidance."""
         rows, half = range(size), size // 2
         if self.divided == "batch":
             rows = rows[half * self.index : half * (self.index + 1)]
-        return [
-            r for r in rows if self.mine is None or (r // inner) % self.separable.num in self.mine
-        ]
+        if self.mine is None:
+            return list(rows)
+        return [row for row in rows if (row // inner) % self.separable.num in self.mine]
 
     def _cut(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Returns arguments of the denoiser with the rows that this rank computes."""
@@ -465,11 +472,11 @@ class Call:
 
     def of_own_rows(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Returns further arguments of a step; of one with as many rows as the latents, this rank's rows."""
-        rows, size = self.rows, len(self.whole)
-        return {
-            n: x[rows] if rows and isinstance(x, Tensor) and x.ndim and len(x) == size else x
-            for n, x in options.items()
-        }
+
+        def has_rows(x: Any) -> bool:
+            return isinstance(x, Tensor) and x.ndim > 0 and len(x) == len(self.whole)
+
+        return {n: x[self.rows] if self.rows and has_rows(x) else x for n, x in options.items()}
 
     def rows_of(self, start: int, stop: int) -> list[int]:
         """Returns the rows of the latents that belong to samples `start` to `stop` of those that can be divided."""
@@ -492,7 +499,7 @@ class Call:
 
     def close(self) -> None:
         """Ends all loops that have started."""
-        self.stepped.clear()
+        self.patch_schedulers.clear()
         while self.loop:
             self.loop.pop().close()
 
@@ -518,9 +525,9 @@ class Call:
         return replace(self, phases=phases, whole=whole, timesteps=timesteps)
 
     @contextmanager
-    def drawing_alike(self, rank: int) -> Iterator[None]:
+    def sampling_alike(self, rank: int) -> Iterator[None]:
         """Gives default generators the states of rank 0's; afterwards other ranks get their own states back."""
-        with drawing_from(self.random_states, self.latents.device, goes_back=rank > 0):
+        with sampling_from(self.random_states, self.latents.device, restores=rank > 0):
             yield
 
 

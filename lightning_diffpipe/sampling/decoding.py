@@ -107,10 +107,9 @@ def divide(
         num_ranks: Ranks that can compute.
         looked: Properties of the decoder, which is examined once; added to.
     """
-    groups, costs = list[int](), Counter[int]()
-    seen: dict[
-        int, tuple[Any, int]
-    ] = {}  # objects with groups, by id; kept, so that ids stay theirs
+    groups, costs = list[int](), Counter[int]()  # of each call, calls that one rank has to compute
+    # Objects that calls have read or returned, with their group, by id; held, so that ids stay theirs.
+    group_of: dict[int, tuple[Any, int]] = {}
 
     def answer(arguments: dict[str, Any]) -> Any:
         if not looked:
@@ -120,26 +119,27 @@ def divide(
         stop = lambda x: isinstance(x, list | dict)
         objects = [x for value in arguments.values() for x in pytree.tree_leaves(value, stop)]
         objects = [x for x in (*objects, *leaves) if not isinstance(x, _KEEPS_NOTHING)]
-        continued = {seen[id(x)][1] for x in objects if id(x) in seen}
+        continued = {group_of[id(x)][1] for x in objects if id(x) in group_of}
         reads_result = any(isinstance(x, Absent) for x in leaves)
         if looked["returned"] is None or reads_result or len(continued) > 1:
             raise GraphError("calls that depend on each other")
-        group = continued.pop() if continued else len(costs)  # calls that one rank has to compute
+        group = continued.pop() if continued else len(costs)
         groups.append(group)
         costs[group] += next(x.numel() for x in leaves if isinstance(x, Tensor))
         others = [object() for _ in pytree.tree_leaves(looked["returned"])[1:]]
-        seen.update({id(x): (x, group) for x in (*objects, *others)})
+        group_of.update({id(x): (x, group) for x in (*objects, *others)})
         return Division((), looked["returned"]).answer(None, others)
 
     try:
         _decoded(vae, answer, given, {})
     except Exception:  # also of code that looks at what it has decoded
         return None
-    ranks, loads = dict[int, int](), [0] * num_ranks
+    # The dearest group first, each to the rank with the least to compute.
+    rank_of, loads = dict[int, int](), [0] * num_ranks
     for group, cost in costs.most_common():
-        ranks[group] = loads.index(min(loads))
-        loads[ranks[group]] += cost
-    owners = tuple(ranks[group] for group in groups)
+        rank_of[group] = loads.index(min(loads))
+        loads[rank_of[group]] += cost
+    owners = tuple(rank_of[group] for group in groups)
     return Division(owners, looked["returned"]) if len(set(owners)) > 1 else None
 
 

@@ -50,7 +50,7 @@ class Identity:
 
     Attributes:
         options: Arguments of the Predictor, as text by name.
-        config: Of the denoiser, as text by name.
+        config: Config of the denoiser, as text by name.
         weights: Digests of all tensors by name.
         origin: Host and folder of the weights, for messages.
         files: File of each tensor, if there are several.

@@ -5,7 +5,7 @@ parts answer (`record.py`), counts the steps, shows what the denoiser is called 
 loop's own code brings rows together: a `Call`.
 
 Ranks that divide samples, or the two branches of guidance, give the denoiser some of its rows. Sizes do not say
-which: a text may have as many tokens as there are rows, frames may lie in the batch, both branches of a sample may
+which: a text may have as many tokens as there are rows, frames may be in the batch, both branches of a sample may
 follow each other. So further runs observe it:
 
     one sample more        what grows with the samples has rows of them, and nothing else has
@@ -61,7 +61,7 @@ def dry_run_of(call: PipelineCall) -> Call:
         ConfigurationError: It runs no loop of denoiser calls and scheduler steps, or not with this scheduler.
         Exception: The pipeline's own checks fail.
     """
-    first = _ObservedRun(_quiet(call), None)
+    first = _ObservedRun(_for_trial(call), None)
     request, record, num_steps = first.request, first.record, len(first.timesteps)
     if not request.phases:
         raise ConfigurationError(
@@ -69,33 +69,33 @@ def dry_run_of(call: PipelineCall) -> Call:
             f"{call.denoisers[0]} before one; a loop that can be sampled has at least one of each"
         )
     in_loop = record.in_loop
-    if in_loop:  # which of these are controls?
+    if in_loop:
+        # Parts that the loop calls count as controls until a run shows that others than denoisers read them.
         record.controls = {n: {} for n in in_loop if isinstance(call.parts[n], nn.Module)}
         again = _ObservedRun(request.pipeline, num_steps)
         if record.controls.keys() < in_loop:
             again = _ObservedRun(request.pipeline, num_steps)
         request.phases = again.request.phases
-    mixes = frozenset(
-        what
-        for what in ("latents", "predictions")
-        if (what == "latents" and in_loop - record.controls.keys())
-        or mixes_rows(request.pipeline, min(2, num_steps), what)
-    )
+    reads_latents = bool(in_loop - record.controls.keys())
+    mixes = {"latents"} if reads_latents else set[str]()
+    for what in ("latents", "predictions"):
+        if what not in mixes and mixes_rows(request.pipeline, min(2, num_steps), what):
+            mixes.add(what)
     rows, decoded = len(request.whole), record.num_decoded
     return replace(
         request,
         pipeline=replace(call, record=record),
         timesteps=torch.stack([torch.as_tensor(t).reshape(-1)[0] for t in first.timesteps]),
         num_samples=decoded if decoded and rows % decoded == 0 else rows,
-        mixes=mixes,
+        mixes=frozenset(mixes),
     )
 
 
-def _quiet(call: PipelineCall) -> PipelineCall:
-    """Returns a call for trials, without callbacks, whose requests are checked before there are true latents."""
+def _for_trial(call: PipelineCall) -> PipelineCall:
+    """Returns a call without callbacks, whose checks a user has for true latents, and with own generators."""
     callbacks = {n for n, v in call.arguments.items() if n.startswith("callback") and callable(v)}
     others = {n: v for n, v in call.arguments.items() if n not in callbacks}
-    return replace(call, arguments=restored(snapshot(others)))  # whose generators are used up
+    return replace(call, arguments=restored(snapshot(others)))
 
 
 class _ObservedRun:
@@ -131,24 +131,21 @@ class _ObservedRun:
         return out
 
     def _on_step(self, step: Step) -> Any:
-        if not self.timesteps:
-            self._note_start(step)
+        if not self.timesteps:  # the loop starts
+            _refuse_predicted_variance(step)
+            request = self.request
+            request.whole, request.scheduler = step.sample, copy.deepcopy(step.scheduler)
+            request.scheduler.__class__ = type(step.scheduler).__mro__[1]
+            request.by_place = attention_processors(self._parts) != self._processors
+            request.step_arguments = copied(snapshot(step.options))
+            if self._predicts_more and not step.prediction.isnan().any():
+                request.channels = step.sample.shape[1]
         self._note_calls(step)
         self.timesteps.append(step.timestep)
         self._calls.clear()
         if len(self.timesteps) == self._num_steps:
             raise LoopEnds
         return step.take(step.prediction.nan_to_num())
-
-    def _note_start(self, step: Step) -> None:
-        _refuse_predicted_variance(step)
-        request = self.request
-        request.whole, request.scheduler = step.sample, copy.deepcopy(step.scheduler)
-        request.scheduler.__class__ = type(step.scheduler).__mro__[1]
-        request.by_place = attention_processors(self._parts) != self._processors
-        request.step_arguments = copied(snapshot(step.options))
-        if self._predicts_more and not step.prediction.isnan().any():
-            request.channels = step.sample.shape[1]
 
     def _note_calls(self, step: Step) -> None:
         phases, denoisers = self.request.phases, tuple(sorted(self._calls))
@@ -167,7 +164,13 @@ class _ObservedRun:
 
 
 def _as_first(first: Any, before: Any, now: Any) -> Any:
-    """Returns arguments of a step; those that were the same in all steps are the objects of the first step."""
+    """Returns the arguments of a step; what was the same in all steps so far is the object of the first step.
+
+    Args:
+        first: Arguments of the first step.
+        before: Return value for the step before.
+        now: Arguments of this step.
+    """
     flat, spec = pytree.tree_flatten(now)
     (ones, one_spec), (others, other_spec) = map(pytree.tree_flatten, (first, before))
     if not one_spec == other_spec == spec:
@@ -182,41 +185,44 @@ def _refuse_predicted_variance(step: Step) -> None:
     if "variance_type" not in inspect.signature(plain.__init__).parameters:
         return  # a config keeps settings of the scheduler it was made from
     kind = step.scheduler.config.variance_type
-    if kind in ("learned", "learned_range") and (
-        step.prediction.shape[1] != 2 * step.sample.shape[1]
-    ):
+    has_variance = step.prediction.shape[1] == 2 * step.sample.shape[1]
+    if kind in ("learned", "learned_range") and not has_variance:
         raise ConfigurationError(
             f"{plain.__name__} with variance_type={kind} takes a variance that the model predicts, but this "
-            "pipeline hands it none; write variance_type=fixed_small into scheduler/scheduler_config.json, or "
+            "pipeline passes it none; write variance_type=fixed_small into scheduler/scheduler_config.json, or "
             "take another scheduler"
         )
 
 
 def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:
-    """Returns whether the loop's own code combines rows of latents or predictions, by NaN in half of them."""
+    """Returns whether the loop's own code combines rows of latents or predictions.
+
+    The first half of the rows of `what` ("latents" or "predictions") is NaN. No row of the second half may be so
+    in what denoiser and scheduler are given.
+    """
     is_mixed, num_left = False, num_steps
-    before = torch.empty(0)  # latents after the last step
+    stepped = torch.empty(0)  # latents after the last step
 
     def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
         nonlocal is_mixed
         latents = arguments[latents_name(arguments)]
-        if what == "latents" and (latents.ndim == before.ndim or latents.ndim > before.ndim >= 4):
+        if what == "latents" and (latents.ndim == stepped.ndim or latents.ndim > stepped.ndim >= 4):
             axis = 1 if latents.ndim == 3 else -2
-            size = before.shape[axis] // 2
+            size = stepped.shape[axis] // 2
             is_mixed |= bool(latents.narrow(axis, size, latents.shape[axis] - size).isnan().any())
         zeros = predicted_zeros(call.parts[name], arguments)
         noise = [_random(x, len(x)) for x in zeros]
         return Prediction(map(_half_marked, noise) if what == "predictions" else noise)
 
     def on_step(step: Step) -> Any:
-        nonlocal is_mixed, num_left, before
+        nonlocal is_mixed, num_left, stepped
         marked = _half_marked(torch.zeros_like(step.prediction)).isnan()
         is_mixed |= bool((step.prediction.isnan() & ~marked).any())
         num_left -= 1
         if is_mixed or not num_left:
             raise LoopEnds
-        before = step.sample.nan_to_num()
-        return step.answer(_half_marked(before) if what == "latents" else before)
+        stepped = step.sample.nan_to_num()
+        return step.answer(_half_marked(stepped) if what == "latents" else stepped)
 
     _run(call, on_denoise, on_step)
     return is_mixed
@@ -254,15 +260,16 @@ def observe_samples(call: Call) -> Call:
     """
     num = math.prod(count_samples(call.pipeline.arguments))
     samples = Samples(num)
+    first_call = call.steps[0][0]
     try:
         with settings_restored(call.pipeline.parts):
-            samples = replace(samples, copies=len(call.steps[0]) == 2 and _copies(call))
-            rows_per_sample, name = _growing(call, num)
-            inner = inner_of(rows_per_sample, name, 1, call.steps[0][0])
-            samples = replace(samples, inner=inner)
+            copies = len(call.steps[0]) == 2 and _copies_first_prediction(call)
+            samples = replace(samples, copies=copies)
+            rows, name = _rows_per_sample(call, num)
+            samples = replace(samples, inner=inner_of(rows, name, 1, first_call))
             if num > 1:
                 latents, inputs = _orders(call, num)
-                inner = inner_of(rows_per_sample, name, inputs, call.steps[0][0])
+                inner = inner_of(rows, name, inputs, first_call)
                 samples = replace(samples, inner=inner, latents=latents, inputs=inputs)
     except InseparableError as error:
         samples = replace(samples, reason=str(error))
@@ -274,8 +281,11 @@ def observe_samples(call: Call) -> Call:
     return replace(call, samples_in=samples)
 
 
-def _copies(call: Call) -> bool:
-    """Returns whether the second of two predictions comes too late to be put into the first in place."""
+def _copies_first_prediction(call: Call) -> bool:
+    """Returns whether the loop copies the first of two predictions before it asks for the second.
+
+    The first is NaN, and is overwritten in place once the second is asked for: a copy is NaN still.
+    """
     answers, is_copied = list[Tensor](), False
 
     def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
@@ -289,29 +299,32 @@ def _copies(call: Call) -> bool:
         is_copied = bool(step.prediction.isnan().any())
         raise LoopEnds
 
-    _run(_quiet(call.pipeline), on_denoise, on_step)
+    _run(_for_trial(call.pipeline), on_denoise, on_step)
     return is_copied
 
 
-def _growing(call: Call, num: int) -> tuple[dict[str, int], str]:
-    """Returns rows of the denoiser's arguments for each sample, and the name of the one with the latents."""
-    here = _quiet(call.pipeline)
-    parameters = inspect.signature(getattr(type(here.pipeline), here.method)).parameters
+def _rows_per_sample(call: Call, num: int) -> tuple[dict[str, int], str]:
+    """Returns rows of the denoiser's arguments for each sample, and the name of the one with the latents.
+
+    Raises:
+        InseparableError: No run on more samples shows them.
+    """
+    trial = _for_trial(call.pipeline)
+    parameters = inspect.signature(getattr(type(trial.pipeline), trial.method)).parameters
     reason: Exception | None = None
-    for num_more, arguments in with_more_samples(here.arguments, parameters):
-        record = replace(here.record, answers={})
+    for num_more, arguments in with_more_samples(trial.arguments, parameters):
+        record = replace(trial.record, answers={})  # text encoders have to be asked
+        more = replace(trial, arguments=arguments, record=record)
         try:
-            run = _ObservedRun(
-                replace(here, arguments=arguments, record=record), len(call.timesteps)
-            )
+            request = _ObservedRun(more, len(call.timesteps)).request
             rows = dict[str, int]()
-            for few, more in zip(call.phases, run.request.phases, strict=True):
-                calls = zip(itertools.chain(*few.calls), itertools.chain(*more.calls), strict=True)
-                for pair in calls:
+            for phase, larger in zip(call.phases, request.phases, strict=True):
+                calls = itertools.chain(*phase.calls), itertools.chain(*larger.calls)
+                for pair in zip(*calls, strict=True):
                     of_call = rows_by_place(*pair, num, num_more)
                     rows |= {n: max(each, rows.get(n, 0)) for n, each in of_call.items()}
             name = latents_name(call.steps[0][0])
-            if rows[name] and len(run.request.whole) * num == len(call.whole) * num_more:
+            if rows[name] and len(request.whole) * num == len(call.whole) * num_more:
                 return rows, name
             reason = reason or InseparableError("latents have as many rows for more samples")
         except torch.OutOfMemoryError:
@@ -360,7 +373,7 @@ class _MarkedSampleRun:
             if isinstance(part, nn.Module) and hasattr(part, "decode"):
                 parts[name] = copy.copy(part)
                 vars(parts[name])["decode"] = self._decode
-        run = replace(_quiet(call.pipeline), parts=parts)
+        run = replace(_for_trial(call.pipeline), parts=parts)
         _run(run, self._on_denoise, self._on_step, after=self._refuse_marked)
 
     def _on_denoise(self, name: str, arguments: dict[str, Any]) -> Any:
@@ -368,9 +381,15 @@ class _MarkedSampleRun:
         zeros = predicted_zeros(self._parts[name], arguments)[0]
         out = _random(zeros, self._num_left)
         if self._num_left < self._num_steps:
-            rows = rows_with_nan(latents)
-            self.inputs = self._order_of(rows, len(latents))
-            out[sorted(rows)] = _NAN
+            marked, size = sorted(rows_with_nan(latents)), len(latents)
+            last, of_samples = {self._num - 1}, Samples(self._num)
+            orders = range(1, size // self._num + 1)
+            fitting = (each for each in orders if of_samples.rows(size, each, last) == marked)
+            inputs = next(fitting, None)
+            if inputs is None:
+                raise InseparableError("the pipeline's own code brings samples together")
+            self.inputs = inputs
+            out[marked] = _NAN
         elif self._num_left == 1 and len(latents) > self._num:
             raise InseparableError("one step does not show the order of rows of its guidance")
         return Prediction((out,))
@@ -384,13 +403,6 @@ class _MarkedSampleRun:
         if self._num_left > 0:
             after[marked] = _NAN
         return step.answer(after)
-
-    def _order_of(self, rows: Collection[int], size: int) -> int:
-        """Returns the order in which these, of `size` rows, are those of the last sample."""
-        for inner in range(1, size // self._num + 1):
-            if Samples(self._num).rows(size, inner, {self._num - 1}) == sorted(rows):
-                return inner
-        raise InseparableError("the pipeline's own code brings samples together")
 
     def _decode(self, *args: Any, **options: Any) -> Any:
         self._refuse_marked(args, options)
@@ -416,12 +428,13 @@ def with_more_samples(
     """Yields arguments of a pipeline for more samples, with their number: the first that can be sampled will do.
 
     Args:
-        arguments: Of the request.
+        arguments: Arguments of the request.
         known: Names of all that the pipeline takes.
     """
     prompts, each = count_samples(arguments)
 
     def of(num: int, changed: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Returns the arguments with some changed, and with one generator and start noise for `num` samples."""
         others = dict(arguments) | dict(changed)
         if isinstance(others.get("generator"), list):
             others["generator"] = others["generator"][0]
@@ -430,6 +443,7 @@ def with_more_samples(
         return num, others
 
     def longer(kinds: type | tuple[type, ...]) -> dict[str, Any]:
+        """Returns the lists with an entry of these types for each prompt, with one entry more."""
         lists = {
             n: [*v, v[0]]
             for n, v in arguments.items()
@@ -450,10 +464,11 @@ def with_more_samples(
     if numbers := numbers.difference(_OF_PROMPTS):
         yield of((prompts + 1) * each, {n: v for n, v in every.items() if n not in numbers})
     yield of((prompts + 1) * each, every)
-    plain = (str, int, float, list, tuple, dict, Tensor, torch.Generator, type(None))
-    alone = {n: [v] * (prompts + 1) for n, v in arguments.items() if not isinstance(v, plain)}
     yield of((prompts + 1) * each, longer((str, int)))
-    yield of((prompts + 1) * each, longer(object) | tensors | alone)  # an image for each
+    # An image, which is no list, for each prompt.
+    plain = (str, int, float, list, tuple, dict, Tensor, torch.Generator, type(None))
+    images = {n: [v] * (prompts + 1) for n, v in arguments.items() if not isinstance(v, plain)}
+    yield of((prompts + 1) * each, every | images)
     for name in set(_PER_PROMPT) & set(known):  # where only one prompt is taken
         yield of(prompts * (each + 1), {name: each + 1})
 
@@ -498,9 +513,9 @@ def inner_of(places: Mapping[str, int], name: str, inputs: int, arguments: Any) 
 
     Args:
         places: Rows for each sample, from `rows_by_place`.
-        name: Of the argument with the latents.
+        name: Name of the argument with the latents.
         inputs: `inner` of these.
-        arguments: Of that call.
+        arguments: Arguments of that call.
 
     Raises:
         InseparableError: An argument has other rows than the latents, in an order that is not known.

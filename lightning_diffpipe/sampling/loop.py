@@ -118,7 +118,7 @@ class PipelineCall:
             record: Record into this, instead of answering from the one that is there.
             is_looping: Whether the loop has started, for the record.
         """
-        shell = copy.copy(self.pipeline)
+        shell = copy.copy(self.pipeline)  # what the call sets on it no other run sees
         attributes = vars(shell)
         if isinstance(shell, nn.Module):
             attributes["_modules"] = {}
@@ -128,63 +128,42 @@ class PipelineCall:
         turns: Counter[str] = Counter()
         replayed = self.record or Record()
         controls = Controls(replayed.controls, self.parts, self.device)
-        for name in self.names:
-            part = self.parts.get(name)
+
+        def stand_in(name: str, part: Any) -> Any:
+            """Returns what the pipeline has in place of a part."""
             if name in self.absent:
-                attributes[name] = None
-            elif name == "scheduler":
-                attributes[name] = _stepping_by(part, controls.forgotten_after(on_step))
-            elif name in self.denoisers:
-                answer = _of_samples(controls.read_by(on_denoise, name))
-                attributes[name] = answered_by(part, answer)
-            elif record is not None:
-                attributes[name] = Recorder(part, name, record, is_looping)
-            elif name in replayed.controls:
-                attributes[name] = answered_by(part, functools.partial(controls.ask, name))
-            elif name in replayed.in_loop:
-                attributes[name] = part
-            else:
-                attributes[name] = Replayed(name, replayed, part, self.device, turns)
+                return None
+            if name == "scheduler":
+                return _stepping_by(part, controls.forgotten_after(on_step))
+            if name in self.denoisers:
+                return answered_by(part, _of_samples(controls.read_by(on_denoise, name)))
+            if record is not None:
+                return Recorder(part, name, record, is_looping)
+            if name in replayed.controls:
+                return answered_by(part, functools.partial(controls.ask, name))
+            if name in replayed.in_loop:
+                return part
+            return Replayed(name, replayed, part, self.device, turns)
+
+        attributes |= {name: stand_in(name, self.parts.get(name)) for name in self.names}
         for name in _METHODS:
-            if callable(getattr(shell, name, None)):
-                attributes[name] = self._method(shell, name, record, turns)
+            if callable(method := getattr(shell, name, None)):
+                attributes[name] = (
+                    _recorded(method, f"self.{name}", record)
+                    if record is not None
+                    else _replayed(method, f"self.{name}", replayed, turns)
+                )
         attributes["_progress_bar_config"] = {"disable": True}
         call = getattr(shell, self.method) if self.method != "__call__" else shell
         # Every run samples the same, and what it changes in place no other run sees.
         arguments = copied(restored(snapshot(self.arguments)))
         leaves = pytree.tree_leaves(arguments)
         result = call(**arguments)
-        if record is None:  # as if it had run once
+        if record is None:  # generators of the request go on as if it had run once
             for argument, used in zip(pytree.tree_leaves(self.arguments), leaves, strict=True):
                 if isinstance(argument, torch.Generator):
                     argument.set_state(used.get_state())
         return result
-
-    def _method(
-        self, shell: Any, name: str, record: Record | None, turns: Counter[str]
-    ) -> Callable[..., Any]:
-        method, path = getattr(shell, name), f"self.{name}"
-
-        @functools.wraps(method)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            before = {earlier: len(answers) for earlier, answers in record.answers.items()}
-            answer = method(*args, **kwargs)
-            for earlier, answers in list(record.answers.items()):
-                del answers[before.get(earlier, 0) :]
-                if not answers:
-                    del record.answers[earlier]
-            record.answers.setdefault(path, []).append(answer)
-            return copied(answer)
-
-        @functools.wraps(method)
-        def replayed(*args: Any, **kwargs: Any) -> Any:
-            turns[path] += 1
-            answers = self.record.answers.get(path, [])
-            if turns[path] > len(answers):
-                return method(*args, **kwargs)
-            return copied(answers[turns[path] - 1])
-
-        return recorded if record is not None else replayed
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state that other ranks get: the scheduler as the only part, and no functions as arguments."""
@@ -225,6 +204,35 @@ class PipelineCall:
         )
 
 
+def _recorded(method: Callable[..., Any], path: str, record: Record) -> Callable[..., Any]:
+    """Returns a method whose answers are recorded, instead of those of the parts that it asks."""
+
+    @functools.wraps(method)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        before = {name: [*answers] for name, answers in record.answers.items()}
+        answer = method(*args, **kwargs)
+        record.answers.clear()
+        record.answers.update(before)
+        record.answers.setdefault(path, []).append(answer)
+        return copied(answer)
+
+    return recorded
+
+
+def _replayed(
+    method: Callable[..., Any], path: str, record: Record, turns: Counter[str]
+) -> Callable[..., Any]:
+    """Returns a method that gives its recorded answers in their order, and runs after the last of them."""
+
+    @functools.wraps(method)
+    def replayed(*args: Any, **kwargs: Any) -> Any:
+        answers, turn = record.answers.get(path, []), turns[path]
+        turns[path] += 1
+        return copied(answers[turn]) if turn < len(answers) else method(*args, **kwargs)
+
+    return replayed
+
+
 class _EqualToBase(type):
     """A class that compares equal to its base: pipelines compare the classes of schedulers."""
 
@@ -236,7 +244,7 @@ class _EqualToBase(type):
 
 
 def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
-    """Returns a copy of a scheduler whose steps, and those of its own copies, `answer` computes."""
+    """Returns a copy of a scheduler whose steps, and those of its own copies, `on_step` computes."""
     plain = type(scheduler)
     if not hasattr(plain, "step"):
         raise ConfigurationError(
@@ -463,11 +471,11 @@ class Step:
 
     Args:
         plain: The scheduler's own `step`.
-        arguments: Of that call by name, the scheduler first.
+        arguments: Arguments of that call by name, the scheduler first.
 
     Attributes:
-        prediction: Of the denoiser, after guidance.
-        timestep: Of this step.
+        prediction: Prediction of the denoiser, after guidance.
+        timestep: Timestep of this step.
         sample: The latents before it.
     """
 
@@ -511,7 +519,7 @@ class Step:
         with torch.random.fork_rng(devices=[]):
             self.take(zeros, zeros, **options)
 
-    def draw(self, from_default: bool) -> None:
+    def sample_noise(self, from_default: bool) -> None:
         """Samples noise for all rows, so that generators, or default ones, go on as where the step is taken."""
         devices = [self.sample.device] if self.sample.device.type == "cuda" else []
         with torch.random.fork_rng(devices, enabled=not from_default):
@@ -530,8 +538,8 @@ class PipelineLoop(Loop):
         compute: Answers a call of the denoiser that ranks share, given its arguments.
         exchange: Sends the prediction of this rank's branch of guidance, and returns those of both.
         head: Context of the code before the first call of the denoiser.
-        draws: Draw the noise of steps that are taken elsewhere, so that generators among the call's arguments go on
-            as in one process; the default ones, too, if no patch is stepped on this rank.
+        samples_noise: Sample the noise of steps that other ranks take, so that generators among the call's
+            arguments go on as in one process; the default ones, too, if this rank steps no patch.
     """
 
     def __init__(
@@ -540,10 +548,10 @@ class PipelineLoop(Loop):
         compute: Compute,
         exchange: ExchangeBranches | None,
         head: contextlib.AbstractContextManager[None],
-        draws: bool,
+        samples_noise: bool,
     ) -> None:
         self.call, self.compute, self.exchange = call, compute, exchange
-        self.head, self.draws, self._pipeline = head, draws, call.pipeline
+        self.head, self.samples_noise, self._pipeline = head, samples_noise, call.pipeline
         self.is_divided, self.mixes = call.divided is not None, "predictions" in call.mixes
         self.is_shared = self.is_divided
         self._complete: Complete | None = None
@@ -552,7 +560,7 @@ class PipelineLoop(Loop):
         self._answer: Any = None
         self._asked: list[_Denoise] = []  # calls of the first denoiser in this step
         self._fixed: dict[int, list[Any]] = {}  # by call in a step; see `_look_for_changes`
-        self._stepped: Any = None
+        self._step_output: Any = None
         self._timesteps = HostTimesteps()
         self._result: Any = None
 
@@ -589,17 +597,16 @@ class PipelineLoop(Loop):
         """See `Loop`."""
         self._complete = complete
         if again:
+            # Those that the loop has read were computed on other samples; they are completed in place.
             for number, event in enumerate(self._asked):
                 if event is not self._event and self._branch in (None, number):
                     event.answer[0].copy_(self._computed(event)[0])
         else:
             self.skip(latents)
         while isinstance(self._event, _Denoise):
-            answer = self._answered(self._event)
-            if answer is not None:
-                return self._cut(
-                    answer[0] if self.call.channels is None else answer[0][:, : self.call.channels]
-                )
+            own_branch = self._answered(self._event)
+            if own_branch is not None:
+                return self._cut(own_branch[:, : self.call.channels])
         if self.is_shared:
             self._refuse_other_calls(at_end=True)
         return self._cut(self._at_step().prediction)
@@ -609,14 +616,18 @@ class PipelineLoop(Loop):
         self._run_to_step()
         self.call, self.compute = call, compute
         self._fixed.clear()
-        if self._stepped is None:  # others have stepped
+        if self._step_output is None:  # others have stepped
             event = self._at_step()
             self._count(event)
-            self._stepped = event.answer(self._embedded(call.latents))
+            self._step_output = event.answer(self._embedded(call.latents))
 
-    def _answered(self, event: _Denoise) -> Any:
-        """Answers a call of a denoiser, or returns this rank's rows of the answer if another rank has the rest."""
-        if event.name != self.call.denoiser:
+    def _answered(self, event: _Denoise) -> Tensor | None:
+        """Answers a call of a denoiser, and goes on.
+
+        Returns:
+            Where another rank has to give the other branch of guidance first, that of this rank; see `guided`.
+        """
+        if event.name != self.call.denoiser:  # which every rank has
             part = self._pipeline.parts[event.name]
             if event.arguments.keys() & {"controls", "listed"}:
                 part = Controlled(part, self._pipeline.controls)
@@ -628,23 +639,24 @@ class PipelineLoop(Loop):
             event.answer = self._computed(event)
             self._go_on(event.answer)
             return None
-        if not self._by_calls:
-            return self._computed(event)  # half of the batch; `guided` answers with both halves
+        if not self._by_calls:  # half of the batch
+            return self._computed(event)[0]
         number = len(self._asked) - 1
         if number == self._branch:
             event.answer = Prediction((self._computed(event)[0],))
         else:
             event.answer = self._unknown(event)
         if number == 1:
-            return self._asked[self._branch].answer
+            return self._asked[self._branch].answer[0]
         self._go_on(Prediction(event.answer))
         return None
 
     def _computed(self, event: _Denoise) -> Any:
+        """Returns the answer of the denoiser, with rows of other ranks and patches if the loop reads these."""
         if self.is_shared:
             self._refuse_other_calls()
-        if self.on_change is not None:
-            self._look_for_changes(event)
+        if self.on_change is not None and self._conditions_changed(event):
+            self.on_change()
         out = self.compute(event.arguments)
         if self._complete is None:
             return out
@@ -662,23 +674,25 @@ class PipelineLoop(Loop):
                 "has shown: leave the callback out, or draw with method=single on one rank"
             )
 
-    def _look_for_changes(self, event: _Denoise) -> None:
-        """Calls `on_change` if an argument differs from the step before that did not change in the first run."""
-        number, latents = self._asked.index(event), latents_name(event.arguments)
-        first, last, now = (
-            [
-                x
-                for path, x in pytree.tree_leaves_with_path(each)
-                if path[-1] != pytree.MappingKey(latents)
-            ]
-            for each in (*(calls[number] for calls in self.call.steps), event.arguments)
-        )
+    def _conditions_changed(self, event: _Denoise) -> bool:
+        """Returns whether an argument differs from the step before that did not change in the first run.
+
+        The first run has recorded one object for what was the same in all its steps.
+        """
+        number, latents = self._asked.index(event), pytree.MappingKey(latents_name(event.arguments))
+
+        def conditions(arguments: Any) -> list[Any]:
+            leaves = pytree.tree_leaves_with_path(arguments)
+            return [x for path, x in leaves if path[-1] != latents]
+
+        first, last = (conditions(calls[number]) for calls in self.call.steps)
+        now = conditions(event.arguments)
         fixed = [x for x, a, b in zip(now, first, last, strict=False) if a is b]
         before = self._fixed.get(number)
-        if before is None or len(fixed) != len(before) or not all(map(same, fixed, before)):
-            self._fixed[number] = copied(fixed)
-            if self.on_change is not None:
-                self.on_change()
+        if before is not None and len(fixed) == len(before) and all(map(same, fixed, before)):
+            return False
+        self._fixed[number] = copied(fixed)
+        return True
 
     def guided(
         self, prediction: Tensor, take: Rows = lambda x: x, put: Callable[..., Any] = Tensor.copy_
@@ -688,18 +702,20 @@ class PipelineLoop(Loop):
             return prediction
         assert isinstance(self._event, _Denoise)
         event = self._event
-        both = []
+        branches = []
         for values in self.exchange(take(prediction).contiguous()):
             whole = torch.full_like(prediction, _NAN)
             put(whole, values)
-            both.append(self._embedded(whole))
+            branches.append(self._embedded(whole))
+        num_channels = branches[0].shape[1]
         if self._by_calls:
-            other = self._asked[1 - self._branch].answer[0]
-            other[:, : both[0].shape[1]].copy_(both[1 - self._branch])
+            # Of the other call this rank has answered NaN, which the loop has not read yet.
+            other = 1 - self._branch
+            self._asked[other].answer[0][:, :num_channels].copy_(branches[other])
             self._go_on(Prediction(event.answer))
         else:
             answer = self._unknown(event)[0]
-            answer[:, : both[0].shape[1]].copy_(torch.cat(both))
+            answer[:, :num_channels].copy_(torch.cat(branches))
             self._go_on(Prediction((answer,)))
         return self._cut(self._at_step().prediction)
 
@@ -716,8 +732,8 @@ class PipelineLoop(Loop):
 
     def step(self, prediction: Tensor) -> Tensor:
         """See `Loop`."""
-        self._stepped = self._at_step().take(self._embedded(prediction))
-        return self._cut(self._stepped[0])
+        self._step_output = self._at_step().take(self._embedded(prediction))
+        return self._cut(self._step_output[0])
 
     def finish(self, latents: Tensor) -> Any:
         """Runs the code after the last step; returns the pipeline's result, or raises SamplingError."""
@@ -725,11 +741,11 @@ class PipelineLoop(Loop):
             return self._result
         self._run_to_step()
         step = self._at_step()
-        if self._stepped is None:
+        if self._step_output is None:
             with torch.inference_mode():  # as in the steps before
                 self._count(step)
-        alone = self._stepped is not None and self.call.rows is None
-        self._go_on(self._stepped if alone else step.answer(latents))
+        alone = self._step_output is not None and self.call.rows is None
+        self._go_on(self._step_output if alone else step.answer(latents))
         if self._event is not None:
             raise SamplingError(
                 f"{self._pipeline.name} goes on denoising after the last step that its first run, "
@@ -740,28 +756,27 @@ class PipelineLoop(Loop):
     def close(self) -> None:
         """Ends the loop where it is paused, and frees its tensors."""
         self._coroutine.cancel()
-        self._event = self._stepped = None
+        self._event = self._step_output = None
         self._asked.clear()
 
     def skip(self, latents: Tensor | None) -> None:
         """See `Loop`."""
         self._run_to_step()
         self._asked = []
-        if self._event is None:
+        if self._event is None:  # not begun
             with self.head:
                 self._go_on(None)
-            return
-        if latents is None:
-            stepped, self._stepped = self._stepped, None
-            self._go_on(stepped)
+        elif latents is None:
+            output, self._step_output = self._step_output, None
+            self._go_on(output)
         else:
             self._count(self._event)
             self._go_on(self._event.answer(self._embedded(latents)))
 
     def _count(self, step: Step) -> None:
         """Takes a step of another rank with this loop's scheduler, so that its counters and noise agree."""
-        if self.draws:
-            step.draw(from_default=self.is_stepped_elsewhere)
+        if self.samples_noise:
+            step.sample_noise(from_default=self.steps_no_rows)
         else:
             step.count()
 
@@ -789,9 +804,11 @@ class PipelineLoop(Loop):
         return self._event
 
     def _cut(self, x: Tensor) -> Tensor:
+        """Returns the rows of this rank's samples."""
         return x if self.call.rows is None else x[self.call.rows]
 
     def _embedded(self, x: Tensor) -> Tensor:
+        """Puts rows of this rank's samples among those of all, which are NaN: the inverse of `_cut`."""
         if self.call.rows is None:
             return x
         if isinstance(self._event, Step):

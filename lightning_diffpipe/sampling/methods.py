@@ -32,7 +32,6 @@ from lightning_diffpipe.planning.sampling_rule import (
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.loop import settings_restored
-from lightning_diffpipe.sampling.mesh import Axis, MeshLinks, SamplingMesh, fit_mesh
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     SEQUENCE_MODES,
@@ -45,7 +44,7 @@ from lightning_diffpipe.sampling.skeleton import load_weights
 from lightning_diffpipe.sampling.source import Source
 from lightning_diffpipe.sampling.step_caches import refuse_cache, refuse_cache_of, step_cache_named
 from lightning_diffpipe.sampling.tracing.attention import compile_blocks, set_attention
-from lightning_diffpipe.sampling.world import World
+from lightning_diffpipe.sampling.world import Axis, MeshLinks, SamplingMesh, World, fit_mesh
 
 _WARMUP_STEPS = {"distrifusion": 4, "naive": 0}
 """Synchronous steps where none are asked for; 1 for other methods."""
@@ -73,9 +72,9 @@ class MethodOptions:
         num_patches: Patches of PipeFusion; None takes as many as stages.
         warmup_steps: Sampler warm-up: synchronous steps at the start, or `"auto"`; None takes what suits the
             method.
-        data: Size of the data axis of the mesh, if wished; so are the next three.
+        data: Size of the data axis of the mesh, or None to leave it open; so are the next three.
         compile: `"blocks"` compiles the blocks that the denoiser repeats, when they are called for the first time.
-        compile_backend: Of `torch.compile`.
+        compile_backend: Backend of `torch.compile`.
         cache: Step cache of diffusers: `"first_block"`, `"pyramid_attention"`, `"taylor_seer"`, or a configuration
             such as `FirstBlockCacheConfig(threshold=0.1)`; see docs/sampling.md.
         attention: Kernel of the denoiser's attention, by diffusers' name, such as `"flash"`; None leaves it alone.
@@ -141,24 +140,24 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
     Raises:
         ConfigurationError: There is no such method, mesh or option.
     """
-    method, wish = options.method, {axis: getattr(options, axis) for axis in get_args(Axis)}
+    method, given = options.method, {axis: getattr(options, axis) for axis in get_args(Axis)}
     require_choice("method", method, (*METHODS, "auto"))
     takers = [options_taken(name) for name in (CHOOSABLE if method == "auto" else (method,))]
     if not any(set(options.further) <= names for names in takers):
         raise _unknown(options, set().union(*takers))
     if method == "auto":
-        sizes = {axis: size for axis, size in wish.items() if size is not None}
+        sizes = {axis: size for axis, size in given.items() if size is not None}
         if num_ranks % math.prod(sizes.values()) or sizes.get("guidance", 1) > 2:
-            wished = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+            named = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
             raise ConfigurationError(
-                f"{num_ranks} ranks cannot be divided as {wished}; choose sizes whose product divides {num_ranks}, "
+                f"{num_ranks} ranks cannot be divided as {named}; choose sizes whose product divides {num_ranks}, "
                 "with guidance 1 or 2, or leave them out"
             )
         for name in ("mode", "sequence_mode"):
             if name in options.further:
                 require_choice(name, options.further[name], list(SEQUENCE_MODES))
         return options
-    mesh = fit_mesh(num_ranks, method, **wish)
+    mesh = fit_mesh(num_ranks, method, **given)
     chosen = replace(options, mesh=mesh, warmup_steps=options.synchronous_steps)
     _refuse_hooks(chosen)
     make_sampler(nn.Identity(), Alone(), Alone(), chosen)  # checks their values
@@ -240,10 +239,10 @@ class Chooser:
     Args:
         model: The denoiser, perhaps a skeleton.
         link: Between any two ranks.
-        device: Of a rank.
+        device: Device of a rank.
         num_ranks: Number of ranks.
         memory_bytes: Free memory of every rank, in bytes; None for no limit.
-        options: Wished options, which are not changed.
+        options: Options of the user, which are not changed.
     """
 
     def __init__(
@@ -260,21 +259,21 @@ class Chooser:
         self._refused: list[tuple[MethodOptions, DiffPipeError]] = []
 
     def choose(self, call: Call) -> MethodOptions:
-        """Returns the options with the first choice of the rule that is as wished and is not refused.
+        """Returns the options with the first choice of the rule that they allow and that is not refused.
 
         Raises:
-            ConfigurationError: Nothing is as wished.
+            ConfigurationError: They allow no choice.
             DiffPipeError: The last refusal, if nothing is left; what was refused may then be tried again.
         """
         case, options = self._case(call), self._options
         ranked = ranked_choices(case, options.num_patches)
-        wished = [
+        allowed = [
             choice
             for choice in ranked
             if set(options.further) <= options_taken(choice.method)
             and all(getattr(options, axis) in (None, size) for axis, size in choice.axes.items())
         ]
-        if not wished:
+        if not allowed:
             sizes = ((axis, getattr(options, axis)) for axis in get_args(Axis))
             axes = ", ".join(f"{axis}={size}" for axis, size in sizes if size) or "asked"
             by_method: dict[str, str] = {}
@@ -284,7 +283,7 @@ class Chooser:
                 f"method=auto cannot use {self._num_ranks} ranks as {axes}; these fit this request, among others: "
                 + "; ".join(by_method.values())
             )
-        for choice in wished:
+        for choice in allowed:
             decided = self._decided(choice)
             if self._is_refused(decided):
                 continue
@@ -293,7 +292,7 @@ class Chooser:
             except ConfigurationError as error:  # no need to try
                 self.refuse(decided, error)
                 continue
-            reasons = reason_for(choice, case), *dict.fromkeys(map(_said, self._refused))
+            reasons = reason_for(choice, case), *dict.fromkeys(map(_as_reason, self._refused))
             return replace(decided, reason="; ".join(reasons))
         _, last = self._refused[-1]
         self._refused.clear()
@@ -338,7 +337,7 @@ class Chooser:
         )
 
 
-def _said(refused: tuple[MethodOptions, DiffPipeError]) -> str:
+def _as_reason(refused: tuple[MethodOptions, DiffPipeError]) -> str:
     options, error = refused
     where = "" if isinstance(error, GraphError) else f" on {options.mesh}"
     return (
@@ -400,7 +399,7 @@ class Worker:
         self._sampler: Any = make_sampler(
             self._model, self.place.links, self.place.sequence_links, options
         )
-        self._later: dict[str, Any] = {}  # samplers of further denoisers, by their names
+        self._of_others: dict[str, Any] = {}  # samplers of further denoisers, by their names
         self._begin(0)
 
     def load(self, call: Call) -> dict[str, Any]:
@@ -415,11 +414,11 @@ class Worker:
         refuse_request(call, self.options)
         if self.place.mesh.sequence > 1 and self._sampler.sequence_mode == "ring":
             refuse_without_normaliser(self._model, call.latents.device)
-        mine = self._share(call)
-        if not len(mine.latents):
+        share = self._share(call)
+        if not len(share.latents):
             return {}
-        with call.drawing_alike(self.world.rank):
-            return self._load(*self._request(mine.phase(0, mine.latents)))
+        with call.sampling_alike(self.world.rank):
+            return self._load(*self._request(share.phase(0, share.latents)))
 
     def sample(
         self, call: Call, on_step: Callable[[int], None], prepared: Mapping[str, Any]
@@ -433,16 +432,16 @@ class Worker:
             DiffPipeError: With a note of whether messages are under way that cannot be taken back.
         """
         self._begin(len(call.timesteps))
-        mine = self._share(call)
-        latents, phases = mine.latents, list[SamplingStatistics]()
+        share = self._share(call)
+        latents, phases = share.latents, list[SamplingStatistics]()
         if not len(latents):
             return latents
         was_training = self._model.training
         self._model.eval()
         try:
-            with call.drawing_alike(self.world.rank), settings_restored(call.pipeline.parts):
-                for index, phase in enumerate(mine.phases):
-                    sampler, request = self._request(mine.phase(index, latents))
+            with call.sampling_alike(self.world.rank), settings_restored(call.pipeline.parts):
+                for index, phase in enumerate(share.phases):
+                    sampler, request = self._request(share.phase(index, latents))
                     latents = sampler.sample(
                         request,
                         lambda step, start=phase.start: on_step(start + step),
@@ -460,15 +459,17 @@ class Worker:
         return latents
 
     def _begin(self, num_steps: int) -> None:
+        """Begins to count for a request."""
         self._num_steps, self._is_finite = num_steps, True
-        self._statistics, self._before = SamplingStatistics(), self._sent_around()
+        self._statistics, self._sent_before = SamplingStatistics(), self._sent_outside()
 
     def _share(self, call: Call) -> Call:
+        """Returns the request for the samples that ranks at this rank's position on the data axis have."""
         start, stop = self.place.share_of(call.num_shares)[self.place.data]
         return call if stop - start == call.num_shares else call.samples(start, stop)
 
     def _request(self, call: Call) -> tuple[Any, Request]:
-        """Returns who samples it, with layers and shapes of its denoiser, and this rank's branch of its share."""
+        """Returns the sampler of the request's denoiser, and the request for this rank's branch of guidance."""
         exchange = None
         if self.place.mesh.guidance == 2:
             call, exchange = call.branch(self.place.guidance), self.place.exchange
@@ -476,11 +477,11 @@ class Worker:
             sampler, model = self._sampler, self._model
         else:
             model = call.pipeline.parts[call.denoiser]
-            if call.denoiser not in self._later:
+            if call.denoiser not in self._of_others:
                 prepare_denoiser(model, self.options)
                 links = self.place.links, self.place.sequence_links
-                self._later[call.denoiser] = make_sampler(model, *links, self.options)
-            sampler = self._later[call.denoiser]
+                self._of_others[call.denoiser] = make_sampler(model, *links, self.options)
+            sampler = self._of_others[call.denoiser]
         is_shared = self.options.method != "single" or self.options.cache is not None
         if is_shared and getattr(model, "is_cache_enabled", False):
             raise ConfigurationError(
@@ -539,17 +540,17 @@ class Worker:
 
     def report(self) -> RankReport:
         """Returns the report of this rank for the last request."""
-        around, sampled = self._sent_around().since(self._before), self._statistics
+        sampled, outside = self._statistics, self._sent_outside().since(self._sent_before)
         sizes = [(p, held_bytes(p)) for p in self._model.parameters()]
         return RankReport(
             self.options,
             self._num_steps,
-            replace(sampled, traffic=sampled.traffic.plus(around)),
+            replace(sampled, traffic=sampled.traffic.plus(outside)),
             sum(size for p, size in sizes if not is_placeholder(p)),
             sum(size for _, size in sizes),
             self._is_finite,
         )
 
-    def _sent_around(self) -> Traffic:
+    def _sent_outside(self) -> Traffic:
         """Returns the bytes sent so far outside the sampler."""
         return self.place.branches.traffic.plus(self.world.links.traffic)

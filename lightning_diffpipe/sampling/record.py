@@ -11,6 +11,7 @@ on all ranks, under PipeFusion once for each patch. Everybody asks the same ques
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ class Record:
     """Answers of the parts of one call.
 
     Attributes:
-        answers: Of calls before the loop, by part and method, in order.
+        answers: Answers of calls before the loop, by part and method, in order.
         attributes: Everything else that was looked up.
         in_loop: Parts that are called inside the loop: all ranks need them.
         controls: Parts whose answers only a denoiser reads, such as ControlNets, with their answers, without
@@ -122,29 +123,30 @@ class Recorder(_Asked):
         return value
 
     def _ask(self, name: str, args: Any, kwargs: Any) -> Any:
-        path = f"{self._path}.{name}"
-        shapes = [x.shape for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)]
-        if self._is_looping() and name == "decode" and isinstance(self._real, nn.Module):
-            self._record.num_decoded = len(next(iter((*args, *kwargs.values()))))
-            raise LoopEnds
-        if self._is_looping() and shapes:
-            # Latents are not real here, so that one answer of a shape is as good as another.
-            self._record.asked_last.add(self._path.partition(".")[0])
-            by_shape = self.__dict__.setdefault("_known", {})
-            key = path, str(shapes)
-            if key not in by_shape:
-                by_shape[key] = getattr(self._real, name)(*args, **kwargs)
-            return copied(by_shape[key])
-        answer = getattr(self._real, name)(*args, **kwargs)
-        if self._is_looping():
-            return answer
-        self._record.answers.setdefault(path, []).append(answer)
-        if isinstance(answer, Iterator):
+        path, record = f"{self._path}.{name}", self._record
+        ask = functools.partial(getattr(self._real, name), *args, **kwargs)
+        if not self._is_looping():
+            answer = ask()
+            if not isinstance(answer, Iterator):
+                record.answers.setdefault(path, []).append(answer)
+                return copied(answer)
             # Parameters, of which type and device are looked at, or modules.
             kinds = [x.new_empty(0) for x in itertools.islice(answer, 1) if torch.is_tensor(x)]
-            self._record.answers[path][-1] = _Iterated(kinds)
-            return getattr(self._real, name)(*args, **kwargs)
-        return copied(answer)
+            record.answers.setdefault(path, []).append(_Iterated(kinds))
+            return ask()
+        if name == "decode" and isinstance(self._real, nn.Module):
+            record.num_decoded = len(next(iter((*args, *kwargs.values()))))
+            raise LoopEnds
+        shapes = [x.shape for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+        if not shapes:
+            return ask()
+        # Latents are not real here, so that one answer of a shape is as good as another.
+        record.asked_last.add(self._path.partition(".")[0])
+        by_shape = self.__dict__.setdefault("_known", {})
+        key = path, str(shapes)
+        if key not in by_shape:
+            by_shape[key] = ask()
+        return copied(by_shape[key])
 
 
 class Replayed(_Asked):

@@ -9,7 +9,7 @@ predictions must agree. All ranks do it together, each with its own blocks, so n
     synchronous step | all tokens |                                        -> prediction
     two steps        | all tokens | patch 0 | patch 1 | patch 2 | ...      -> prediction, the same but for rounding
 
-Where ranks share tokens and each has all weights, rank 0 computes the first step alone besides. If predictions
+Where ranks share tokens and each has all weights, rank 0 also computes the first step alone. If predictions
 differ, NaN is sent through the model once more, to name the operator that mixes tokens, if one does. Running out of
 memory says nothing of a model, so it is an error of another kind.
 """
@@ -135,7 +135,7 @@ def _showing(request: Request, num_steps: int) -> Request:
         scale_input=False,
         step_kwargs={},
         begin=None,
-        stepped=None,
+        patch_schedulers=None,
         cache=None,
     )
 

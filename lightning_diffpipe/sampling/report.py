@@ -1,6 +1,6 @@
 """The cost of a request in seconds and bytes, and how far its images are from those of one process.
 
-A sampler counts while it runs (`SamplingStatistics`), a rank adds what it has read and sent besides (`RankReport`),
+A sampler counts while it runs (`SamplingStatistics`), a rank adds what it has read and sent outside (`RankReport`),
 and rank 0 joins these for the user (`SamplingReport`):
 
 pipefusion, num_patches=4, warmup_steps=1, on parallel=2
@@ -88,7 +88,7 @@ class Stopwatch:
         self._origin_s = time.perf_counter()
         self._clock = clock_for(device)
         self._ends = [self._clock.stamp()]
-        self._apart: list[tuple[int, Any, Any]] = []  # in which step, from when to when
+        self._excluded: list[tuple[int, Any, Any]] = []  # in which step, from when to when
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
@@ -97,7 +97,7 @@ class Stopwatch:
         try:
             yield
         finally:
-            self._apart.append((len(self._ends) - 1, start, self._clock.stamp()))
+            self._excluded.append((len(self._ends) - 1, start, self._clock.stamp()))
 
     def step_done(self) -> None:
         """Ends a denoising step."""
@@ -108,7 +108,7 @@ class Stopwatch:
         self._clock.settle()
         seconds = self._clock.seconds
         self._statistics.step_s = [seconds(*ends) for ends in itertools.pairwise(self._ends)]
-        for step, start, stop in self._apart:
+        for step, start, stop in self._excluded:
             self._statistics.step_s[step] -= seconds(start, stop)
         self._statistics.total_s = time.perf_counter() - self._origin_s
 
@@ -119,8 +119,8 @@ class RankReport:
 
     Attributes:
         options: Method and mesh that were decided on.
-        statistics: Of the sampler, empty on ranks without a prompt; with what was sent outside of it: between
-            halves of guidance, and final latents to rank 0.
+        statistics: Statistics of the sampler, empty on ranks without a prompt; with what was sent outside of it,
+            between halves of guidance, and as final latents to rank 0.
         resident_bytes: Bytes of the denoiser's parameters on this rank.
         whole_bytes: Bytes of all its parameters.
         is_finite: Whether the final latents of this rank's share of the prompts are finite.
@@ -145,8 +145,8 @@ class SamplingReport:
         reason: Why this method, if it was chosen automatically.
         step_s: Seconds of one denoising step: the median over steps, of the slowest rank.
         sampling_s: Seconds of the denoising loop.
-        bytes_sent: By kind, over all ranks.
-        messages_sent: By kind, over all ranks.
+        bytes_sent: Bytes by kind, over all ranks.
+        messages_sent: Messages by kind, over all ranks.
         resident_bytes: Bytes of the denoiser's parameters, by rank.
         whole_bytes: Bytes of all its parameters.
         total_s: Seconds of the whole request on rank 0, with encoding and decoding.

@@ -63,8 +63,8 @@ class Request:
         step_kwargs: Further arguments of `scheduler.step`, such as `eta` or `generator`.
         branches_in_batch: Branches of guidance that follow each other in the samples `model` is given: 2
             for guidance in the batch.
-        stepped: Takes the schedulers of patches, or has those of the steps before this request; None if there are
-            none before or after it.
+        patch_schedulers: Takes the schedulers of patches, or has those of the steps before this request; None if
+            there are none before or after it.
         begin: Begins a loop of another kind, such as a pipeline's own. Then `denoise` need only call the model as
             that does, for looking at it.
         cache: Configuration of a step cache of diffusers, see `step_caches.py`; None computes every step.
@@ -82,7 +82,7 @@ class Request:
     step_kwargs: Mapping[str, Any] = field(default_factory=dict)
     branches_in_batch: int = 1
     begin: Callable[[], Loop] | None = None
-    stepped: list[PatchSchedulers] | None = None
+    patch_schedulers: list[PatchSchedulers] | None = None
     cache: Any = None
     halves: Sequence[Links] = ()
     infers: bool = True
@@ -122,14 +122,14 @@ class Loop:
     Attributes:
         is_divided: Another rank computes the other branch of guidance.
         mixes: It brings rows of predictions together, so that it has to be given all of them.
-        is_stepped_elsewhere: No part of the latents is stepped on this rank.
+        steps_no_rows: This rank steps no part of the latents.
         is_shared: Ranks or patches share calls of the denoiser, which have to be as in the first run.
         on_change: Called before a call of the denoiser with other conditions than in the step before, of which the
             first run saw the same in all steps; None if nobody stores what is made of them.
         sample: The latents that the scheduler is given in this step.
     """
 
-    is_divided = mixes = is_stepped_elsewhere = is_shared = False
+    is_divided = mixes = steps_no_rows = is_shared = False
     on_change: Callable[[], None] | None = None
 
     def __init__(self, request: Request) -> None:
@@ -200,27 +200,27 @@ class InputScaler:
     """
 
     def __init__(self, request: Request) -> None:
-        # Each step; none if the model is given the latents as they are.
-        self._before: list[Any] = []
+        # The scheduler before each step; none if the model is given the latents as they are.
+        self._states: list[Any] = []
         if not request.scale_input or not hasattr(request.scheduler, "scale_model_input"):
             return
         scheduler, self._timesteps = request.host_schedule
         scheduler = copy.deepcopy(scheduler)
-        x = request.latents.new_zeros((1,) * request.latents.ndim)
-        if scheduler.scale_model_input(x, self._timesteps[0]) is x:
+        zeros = request.latents.new_zeros((1,) * request.latents.ndim)
+        if scheduler.scale_model_input(zeros, self._timesteps[0]) is zeros:
             return
         options = {"generator": torch.Generator()} if takes_generator(scheduler) else {}
         with torch.random.fork_rng(devices=[]):
             for t in self._timesteps:
-                scheduler.scale_model_input(x, t)
-                self._before.append(copy.copy(scheduler))
-                scheduler.step(x, t, x, **options)
+                scheduler.scale_model_input(zeros, t)
+                self._states.append(copy.copy(scheduler))
+                scheduler.step(zeros, t, zeros, **options)
 
     def scale(self, latents: Tensor, step: int) -> Tensor:
         """Returns the input of `denoise` at a step."""
-        if not self._before:
+        if not self._states:
             return latents
-        return self._before[step].scale_model_input(latents, self._timesteps[step])
+        return self._states[step].scale_model_input(latents, self._timesteps[step])
 
 
 def require_warmup(warmup_steps: Any, settled: Any = 0.0) -> None:

@@ -46,22 +46,22 @@ class PatchSchedulers:
         self._step_kwargs, self._slices, self._axis = dict(step_kwargs), list(slices), axis
         self._noise = _NoiseOfWhole(axis)
 
-    def going_on(self, stepped: list[PatchSchedulers] | None) -> PatchSchedulers:
+    def going_on(self, earlier: list[PatchSchedulers] | None) -> PatchSchedulers:
         """Returns the schedulers of the steps before, if there are any; else these, which are recorded.
 
         Raises:
             ConfigurationError: They step other rows.
         """
-        if stepped is None:
+        if earlier is None:
             return self
-        if not stepped:
-            stepped.append(self)
-        if stepped[0]._slices != self._slices:
+        if not earlier:
+            earlier.append(self)
+        if earlier[0]._slices != self._slices:
             raise ConfigurationError(
-                f"two denoisers of a pipeline cut the latents into rows {stepped[0]._slices} and {self._slices}, "
+                f"two denoisers of a pipeline cut the latents into rows {earlier[0]._slices} and {self._slices}, "
                 "between which schedulers cannot go on; take num_patches=1 or method=sequence"
             )
-        return stepped[0]
+        return earlier[0]
 
     def step(
         self,
@@ -79,7 +79,7 @@ class PatchSchedulers:
         for m in range(len(self._slices)) if patch is None else (patch,):
             start, length = self._slices[m]
             if m == 0:
-                self._noise.forget()
+                self._noise.begin_step()
             rows = latents.narrow(self._axis, start, length)
             options = {n: self._cut(n, x, latents, start, length) for n, x in kwargs.items()}
             with self._noise.of(range(start, start + length), latents.shape[self._axis]):
@@ -111,17 +111,20 @@ def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> b
     if takes_more(scheduler):
         raise ConfigurationError(
             f"{type(scheduler).__name__} is stepped with more than prediction, timestep and sample, and rows are "
-            "stepped apart by these alone; sample with method=single, sequence or distrifusion"
+            "stepped separately by these alone; sample with method=single, sequence or distrifusion"
         )
     scheduler, timesteps = on_host(scheduler), timesteps.cpu()
     shape = [1, 2, *[4] * (ndim - 2)]
     shape[axis] = 4
-    draw = torch.Generator().manual_seed(0)
-    start = torch.randn(shape, generator=draw, dtype=torch.float64)
-    predictions = [torch.randn(shape, generator=draw, dtype=torch.float64) for _ in timesteps]
+    generator = torch.Generator().manual_seed(0)
+    start, *predictions = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for _ in range(len(timesteps) + 1)
+    )
     takes_one = takes_generator(scheduler)
 
-    def run(slices: Sequence[tuple[int, int]]) -> Tensor:
+    def stepped(slices: Sequence[tuple[int, int]]) -> Tensor:
+        """Returns the latents after all timesteps, each of the slices stepped by a copy of its own."""
         x = start.clone()
         seeded = {"generator": torch.Generator().manual_seed(1)} if takes_one else {}
         schedulers = PatchSchedulers(scheduler, seeded, slices, axis)
@@ -133,7 +136,7 @@ def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> b
         return x
 
     try:
-        whole, halves = run([(0, 4)]), run([(0, 2), (2, 2)])
+        whole, halves = stepped([(0, 4)]), stepped([(0, 2), (2, 2)])
     except Exception as error:
         raise ConfigurationError(
             f"{type(scheduler).__name__} fails when it steps a prediction of the latents' shape, in parts or at "
@@ -179,11 +182,9 @@ class HostTimesteps:
 
 def takes_more(scheduler: Any) -> bool:
     """Returns whether its step takes further arguments before prediction, timestep and sample."""
-    names, roles = (
-        list(inspect.signature(scheduler.step).parameters),
-        ("model_output", "timestep", "sample"),
-    )
-    return set(roles) <= set(names) and tuple(names[:3]) != roles
+    names = list(inspect.signature(scheduler.step).parameters)
+    usual = ["model_output", "timestep", "sample"]
+    return set(usual) <= set(names) and names[:3] != usual
 
 
 def takes_generator(scheduler: Any) -> bool:
@@ -192,19 +193,24 @@ def takes_generator(scheduler: Any) -> bool:
 
 
 class _NoiseOfWhole(TorchFunctionMode):
-    """Answers `torch.randn` for some rows of an axis with these rows of noise for all."""
+    """Answers `torch.randn` for some rows of an axis with these rows of noise for all.
+
+    Within a step, the n-th call of a part gets its rows of the n-th noise of full shape, which is sampled
+    when the first part asks for it.
+    """
 
     def __init__(self, axis: int) -> None:
         super().__init__()
         self._axis = axis
-        self._drawn: dict[Any, Tensor] = {}
-        self._turns: Counter[int] = Counter()
+        self._noises: list[Tensor] = []  # of full shape, in this step
+        self._num_calls: Counter[int] = Counter()  # by the first row of a part
         self._rows: Sequence[int] = ()
         self._size = 0
 
-    def forget(self) -> None:
-        self._drawn.clear()
-        self._turns.clear()
+    def begin_step(self) -> None:
+        """Lets following calls sample new noise."""
+        self._noises.clear()
+        self._num_calls.clear()
 
     def of(self, rows: Sequence[int], size: int) -> _NoiseOfWhole:
         """Sets the rows, of `size`, to answer for."""
@@ -214,21 +220,21 @@ class _NoiseOfWhole(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Replaces noise of as many rows as this rank has."""
-        rows, axis = self._rows, self._axis
-        drawn = None if len(rows) == self._size else _draw(func, args, dict(kwargs or {}))
-        if drawn is None:
-            return func(*args, **(kwargs or {}))
-        shape, options = drawn
+        """Replaces noise of as many rows as the part has."""
+        rows, axis, kwargs = self._rows, self._axis, kwargs or {}
+        arguments = None if len(rows) == self._size else _noise_arguments(func, args, kwargs)
+        if arguments is None:
+            return func(*args, **kwargs)
+        shape, options = arguments
         if not -len(shape) <= axis < len(shape) or shape[axis] != len(rows):
             return torch.randn(shape, **options)
-        turn = self._turns[rows[0]]
-        self._turns[rows[0]] += 1
-        if turn not in self._drawn:
+        number = self._num_calls[rows[0]]
+        self._num_calls[rows[0]] += 1
+        if number == len(self._noises):
             shape[axis] = self._size
-            self._drawn[turn] = torch.randn(shape, **options)
-        whole = self._drawn[turn]
-        return whole.index_select(axis, torch.tensor(rows, device=whole.device))
+            self._noises.append(torch.randn(shape, **options))
+        noise = self._noises[number]
+        return noise.index_select(axis, torch.tensor(rows, device=noise.device))
 
 
 def for_samples(
@@ -250,7 +256,7 @@ def for_samples(
 
     @functools.wraps(plain.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        noise.forget()
+        noise.begin_step()
         with noise.of(rows, num_rows):
             return plain.step(self, *args, **kwargs)
 
@@ -266,11 +272,11 @@ def random_states(device: torch.device) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def drawing_from(
-    states: Sequence[Tensor], device: torch.device, goes_back: bool = True
+def sampling_from(
+    states: Sequence[Tensor], device: torch.device, restores: bool = True
 ) -> Iterator[None]:
-    """Sets the states of the default generators."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=goes_back):
+    """Sets the states of the default generators (`random_states`); restores those before, unless told not to."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=restores):
         for state in states[:1]:
             torch.set_rng_state(state)
         for state in states[1:]:
@@ -278,17 +284,18 @@ def drawing_from(
         yield
 
 
-def _draw(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+def _noise_arguments(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[int], dict[str, Any]] | None:
     """Returns shape and options of a call that samples normal noise; None for all other functions."""
+    options = dict(kwargs)
     if func is torch.randn_like:
-        like, kwargs = args[0], {"dtype": args[0].dtype, "device": args[0].device} | kwargs
-        return list(like.shape), kwargs
+        like = args[0]
+        return list(like.shape), {"dtype": like.dtype, "device": like.device} | options
     if func is not torch.randn:
         return None
-    size = kwargs.pop("size", None) or (args if isinstance(args[0], int) else args[0])
-    return list(size), kwargs
+    size = options.pop("size", None) or (args if isinstance(args[0], int) else args[0])
+    return list(size), options
 
 
 def _dense(x: Tensor) -> Tensor:

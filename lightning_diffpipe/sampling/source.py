@@ -33,34 +33,30 @@ from lightning_diffpipe.errors import (
 from lightning_diffpipe.graph.fakes import shapes_without_values
 from lightning_diffpipe.graph.placement import keep_stored, note_stored_bytes, quantize_all
 from lightning_diffpipe.quantization import quantizations_of, quantize_components
-from lightning_diffpipe.sampling.call import Call
-from lightning_diffpipe.sampling.digests import Identity, as_texts
-from lightning_diffpipe.sampling.dry_run import dry_run_of
-from lightning_diffpipe.sampling.ip_adapters import (
-    load_image_encoder,
-    refuse_images,
-    require_ip_adapters,
-    with_ip_adapters,
-)
-from lightning_diffpipe.sampling.loop import PipelineCall, denoisers_among, settings_restored
-from lightning_diffpipe.sampling.loras import (
+from lightning_diffpipe.sampling.adapters import (
     AdaptedWeights,
     add_to_others,
     add_to_part,
+    load_image_encoder,
     read_loras,
     refuse_adapted,
+    refuse_images,
     refuse_scales,
+    require_ip_adapters,
+    with_ip_adapters,
 )
-from lightning_diffpipe.sampling.quantized import (
-    load_transformer,
-    opened_weights,
-    quantization_config,
-)
+from lightning_diffpipe.sampling.call import Call
+from lightning_diffpipe.sampling.digests import Identity, as_texts
+from lightning_diffpipe.sampling.dry_run import dry_run_of
+from lightning_diffpipe.sampling.loop import PipelineCall, denoisers_among, settings_restored
 from lightning_diffpipe.sampling.record import Controlled
 from lightning_diffpipe.sampling.skeleton import (
     Weights,
     check_weights,
+    load_transformer,
     load_weights,
+    opened_weights,
+    quantization_config,
     refuse_names,
     skeleton,
     stored_dtype,
@@ -169,7 +165,7 @@ class Source(Protocol):
     """A model that can be sampled.
 
     Attributes:
-        name: Of the denoiser, among the parts of the pipeline.
+        name: Name of the denoiser, among the parts of the pipeline.
         denoiser: The module that is made parallel, perhaps a skeleton.
         weights: Files with the weights of the skeleton; None if the denoiser has its weights.
     """
@@ -320,7 +316,7 @@ class DiffusersFolder:
         assert self._pipeline is not None, "only the rank that leads has text encoders"
         self.check_adapters(settings)
         arguments = call_arguments(self._pipeline, settings)
-        return drawn_by(call_of(self._pipeline, arguments, self._device), sample)
+        return images_of(call_of(self._pipeline, arguments, self._device), sample)
 
     def part(self, name: str) -> nn.Module:
         """Returns another part that the loop calls."""
@@ -515,8 +511,8 @@ def load_part(
         path: Folder or hub id.
         name: Sub-folder of the part, such as `"unet"`; empty if it has none.
         entry: Library and class of the part, a module, tokenizer or scheduler; as in `model_index.json`.
-        dtype: Of its weights; None for that in which most of them are stored.
-        variant: Of its files, where there are such files, as in diffusers.
+        dtype: Type of its weights; None for that in which most of them are stored.
+        variant: Variant of its files, where there are such files, as in diffusers.
 
     Raises:
         CheckpointError: The weights are those of a part with adapters, or some are missing or not known.
@@ -629,7 +625,7 @@ def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
     return arguments
 
 
-def drawn_by(call: PipelineCall, sample: Sample) -> Any:
+def images_of(call: PipelineCall, sample: Sample) -> Any:
     """Runs a pipeline's call with its denoising loop done by `sample`, and returns its images.
 
     Raises:
@@ -641,7 +637,8 @@ def drawn_by(call: PipelineCall, sample: Sample) -> Any:
     except (DiffPipeError, torch.OutOfMemoryError):
         raise
     except (TypeError, ValueError) as error:  # what the pipeline's own checks raise
-        raise ConfigurationError(f"{call.name}: {error}") from error
+        said = re.sub(r"tensor\([^()]*\)", "tensor(...)", str(error))
+        raise ConfigurationError(f"{call.name}: {said}") from error
     except Exception as error:
         if lacking := _lacking_package(error):
             raise ConfigurationError(

@@ -163,10 +163,17 @@ class StepCache:
             try:
                 apply = getattr(hooks, _APPLIED_BY[type(self.config).__name__])
                 apply(self._model, self.config)
-            except (ValueError, IndexError) as error:
+            except IndexError as error:  # there are no blocks
+                raise self._unknown("none of its blocks is of a known kind") from error
+            except ValueError as error:
                 raise self._unknown(error) from error
             self._find(before)
-            yield self
+            try:
+                yield self
+            except Exception as error:
+                if _raised_in(error).startswith("diffusers.hooks."):
+                    raise self._unfit(error) from error
+                raise
         finally:
             watch.remove()
             for module, names in before.items():
@@ -184,7 +191,16 @@ class StepCache:
             f"cache={kind}: diffusers cannot skip anything in a {model} ({reason}); leave it out"
         )
 
+    def _unfit(self, error: Exception) -> ConfigurationError:
+        kind, model = type(self.config).__name__, type(self._model).__name__
+        reason = textwrap.shorten(str(error), 100)
+        return ConfigurationError(
+            f"cache={kind}: the hook of diffusers fails on what a {model} returns ({reason}); say more in its "
+            "configuration, such as FasterCacheConfig's tensor_format=BCHW for images, or leave it out"
+        )
+
     def _find(self, before: Mapping[nn.Module, Sequence[str]]) -> None:
+        """Finds the hooks that diffusers has added, and where they keep their state."""
         from diffusers.hooks.first_block_cache import FBCBlockHook, FBCHeadBlockHook
         from diffusers.hooks.mag_cache import MagCacheBlockHook, MagCacheHeadHook
 
@@ -226,17 +242,19 @@ class StepCache:
         if self._current is not None:
             self._states[self._current] = [getattr(*place) for place in self._places]
         self._current = number, patch
-        call_states, whole = self._states.get(self._current), self._states.get((number, None))
-        if call_states is None:
-            states = whole or [None] * len(self._places)
+        states = self._states.get(self._current)
+        if states is None:
+            # A patch goes on with the numbers of the synchronous steps before it, if there were any.
+            synchronous = self._states.get((number, None))
+            before = synchronous or [None] * len(self._places)
             owners = [owner for owner, _ in self._places]
-            call_states = [_continued(*pair) for pair in zip(owners, states, strict=True)]
-            for hook in self._hooks if whole else ():
+            states = [_continued(*pair) for pair in zip(owners, before, strict=True)]
+            for hook in self._hooks if synchronous else ():
                 # A series needs terms of its own before it predicts anything.
                 if hasattr(hook, "disable_cache_before_step"):
                     earliest = max(hook.disable_cache_before_step, self._step + 1)
                     hook.disable_cache_before_step = earliest
-        for (owner, name), state in zip(self._places, call_states, strict=True):
+        for (owner, name), state in zip(self._places, states, strict=True):
             setattr(owner, name, state)
             if _is_manager(owner):
                 from diffusers.hooks.hooks import CacheContext
@@ -298,7 +316,10 @@ class StepCache:
         self._head[0].state_manager.get_state().should_compute = bool(decision.item())
 
     def store(self, number: int, patch: int | None, results: Any) -> None:
-        """Stores the output of the last block on another rank, as its hook does on one rank."""
+        """Stores the output of the last block, which another rank has computed, as its hook does on one rank.
+
+        The hook runs with a block that returns this output.
+        """
         hook, module = self._tail
         self._select(number, patch)
         reference = hook.fn_ref
@@ -317,6 +338,14 @@ DECISION = TensorShape((1,), torch.uint8)
 
 def _hooks_of(module: nn.Module) -> dict[str, Any]:
     return getattr(vars(module).get("_diffusers_hook"), "hooks", {})
+
+
+def _raised_in(error: BaseException) -> str:
+    """Returns the name of the module whose code raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
 
 
 def _is_manager(owner: Any) -> bool:

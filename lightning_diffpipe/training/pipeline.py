@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_diffpipe.comm.mesh import Mesh, broadcast_object, gathered_objects
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.forms import Forms
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import (
@@ -34,6 +33,7 @@ from lightning_diffpipe.graph.placement import (
     offload,
     restore_parameter,
     stored_value,
+    take_from_files,
 )
 from lightning_diffpipe.graph.versions import Versions
 from lightning_diffpipe.planning.cluster import Cluster
@@ -43,7 +43,6 @@ from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.optimizer_offload import OptimizerOffload
 from lightning_diffpipe.runtime.optimizer_sharding import OptimizerSharding
 from lightning_diffpipe.runtime.ownership import spread
-from lightning_diffpipe.runtime.partitioned import Step
 from lightning_diffpipe.runtime.relay import RelayRun, RelayView
 from lightning_diffpipe.training.patching import patched
 from lightning_diffpipe.training.step_watch import StepWatch
@@ -68,32 +67,6 @@ class Process:
     device: torch.device
     backend: str
     timeout_s: float
-
-
-@dataclass(frozen=True)
-class ProbedStep:
-    """A step on a batch, and the layers it was found to call.
-
-    Attributes:
-        module: The whole module, on the host, equal on all ranks.
-        step: Module and batch to loss.
-        batch: One pipeline's batch, on the host.
-        small: The batch the graph was probed with.
-        graph: The layers.
-        forms: Call sequences of the step; the graph is that of the widest.
-    """
-
-    module: nn.Module
-    step: Step
-    batch: Any
-    small: Any
-    graph: LayerGraph
-    forms: Forms
-
-    @property
-    def widest(self) -> Step:
-        """The step in the form of the graph."""
-        return self.forms.widest.of_step(self.step) if self.forms.widest else self.step
 
 
 @dataclass(frozen=True)
@@ -268,10 +241,10 @@ class Pipeline:
         self.later = {}
 
     @contextlib.contextmanager
-    def _moving(self) -> Iterator[None]:
-        """Takes no move inside for a write."""
+    def _moving(self) -> Iterator[bool]:
+        """Takes no move inside for a write; gives whether frozen weights have been written before."""
         is_written = self._mapped.changed()
-        yield
+        yield is_written
         if not is_written:
             self._mapped.note()
 
@@ -314,7 +287,7 @@ class Pipeline:
             yield
 
     @contextlib.contextmanager
-    def apart(self) -> Generator[None, None, None]:
+    def alone(self) -> Generator[None, None, None]:
         """Lets this rank, within `relayed`, call layers by itself, with the parameters that it has."""
         run = self._interception.current()
         assert isinstance(run, RelayRun), "ranks are not in lock step"
@@ -352,10 +325,12 @@ class Pipeline:
         self.engine.drop_prepared()  # of which one may be paused in a layer that is loaded
         if (stream := self.engine.layout.steps.stream) is not None:  # a step may have failed in one
             stream.rest()
-        with self._moving():
+        with self._moving() as is_written:
             away = [*self.offloaded.values(), *self.later.values()]
             load_back(away, torch.device("cpu"), self.module, quantizes=False)
             make_plain(self.module)
+            if not is_written:
+                take_from_files(self.module, self.resident - self.graph.trained)
         if connected:
             # Not of `state_dict()`: it lacks some buffers, and modules may leave out or rename the rest.
             parameters = dict(self.module.named_parameters(remove_duplicate=False))

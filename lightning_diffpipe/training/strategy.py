@@ -41,9 +41,11 @@ from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.comm.rendezvous import gloo_of_all_hosts
 from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError, raised_by_all
+from lightning_diffpipe.graph.placement import take_from_files
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 from lightning_diffpipe.graph.side_effects import generators_preserved
 from lightning_diffpipe.graph.trial import in_trial
+from lightning_diffpipe.graph.versions import Versions
 from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Placement
@@ -53,6 +55,7 @@ from lightning_diffpipe.runtime.free_running import FreeRunningEngine
 from lightning_diffpipe.runtime.relay import NOT_IN_STEP
 from lightning_diffpipe.training.before_training import (
     allow_runs,
+    autocast_on_host,
     early_answers,
     first_batch,
     put_off_runs,
@@ -441,8 +444,12 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
         """Runs the user's step as a function of module and batch; also on a copy when it is probed."""
-        quiet = without_loggers(self._trainer) if in_trial.get() else contextlib.nullcontext()
-        with quiet, self._metric_sync.inside_step(), self.precision_plugin.train_step_context():
+        nothing = contextlib.nullcontext()
+        quiet = without_loggers(self._trainer) if in_trial.get() else nothing
+        is_on_host = next(module.parameters()).device != self.root_device
+        types = autocast_on_host() if is_on_host else nothing
+        plugin = self.precision_plugin
+        with quiet, self._metric_sync.inside_step(), types, plugin.train_step_context():
             out = module.training_step(batch, *(arguments or self._arguments))
         if self.pipeline is None and not self._warned_of_outputs:  # it is being probed
             self._warned_of_outputs = warn_of_outputs(out)
@@ -450,8 +457,18 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def model_to_device(self) -> None:
         """Moves a module that is not cut; a pipeline has placed its own part already."""
-        if self.pipeline is None:
-            self.lightning_module.to(self.root_device)
+        if self.pipeline is not None:
+            return
+        module: Any = self.lightning_module
+        module.to(self.root_device)
+        frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
+        versions = Versions(module, frozen, ())
+
+        def take_back() -> None:
+            if not versions.changed():
+                take_from_files(module, frozen)
+
+        self._until_teardown.callback(take_back)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:

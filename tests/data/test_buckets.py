@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from lightning_diffpipe.cli.data import _sheet
 from lightning_diffpipe.data import ImageFolderDataModule
-from lightning_diffpipe.data.buckets import Sizes
+from lightning_diffpipe.data.buckets import Shape, Sizes
 from lightning_diffpipe.errors import ConfigurationError, DataError
 from lightning_diffpipe.training.loader import PipelineLoader, shared_out
 from tests.command import call
@@ -372,6 +373,15 @@ def test_videos_say_their_size_without_being_decoded(tmp_path):
     data = module_of(tmp_path, num_frames=[1, 5, 9], resolution=32, batch_size=1)
     shapes = {tuple(batch["video"].shape[2:]) for batch in data.train_dataloader()}
     assert shapes == {(9, 24, 40), (5, 40, 24)}
+
+
+def test_a_sheet_has_captions_of_several_lines_and_whole_sizes():
+    """History: the first ended in an error of the font, and the second was cut beside narrow images."""
+    grey = {"image": torch.zeros(3, 8, 2), "caption": "two\nlines"}
+    sheet = _sheet({Shape(1024, 16): [grey]})
+    assert sheet.height == 128 + 3 * 18
+    beyond = sheet.crop((40, 0, sheet.width, 18)).getcolors()
+    assert len(beyond) > 1, "the size is wider than its images"
 
 
 @pytest.mark.slow

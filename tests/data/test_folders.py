@@ -14,6 +14,7 @@ from PIL import ExifTags, Image
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
+from lightning_diffpipe.data.listing import Listing
 from lightning_diffpipe.data.pixels import Crop, to_pixels
 from lightning_diffpipe.errors import ConfigurationError, DataError
 from lightning_diffpipe.training.loader import PipelineLoader
@@ -463,11 +464,12 @@ def test_samples_of_shards_that_cannot_be_read_are_named(shards, tmp_path):
             data._sample(data._augmentation, raw[index])
 
 
-def test_a_shard_that_is_cut_short_is_named_once(shards, tmp_path):
-    """History: the reason stood in the reason, with streams of Python."""
+@pytest.mark.parametrize("length", [0, 100, 600, 1024, 2048, 2055, 2100])
+def test_a_shard_that_is_cut_short_is_named_once(length, shards, tmp_path):
+    """History: the reason stood in the reason, with streams of Python; a cut in or at a later header was an end."""
     cut = tmp_path / "cut.tar"
     write_shard(cut, red_images(range(2)))
-    cut.write_bytes(cut.read_bytes()[:600])
+    cut.write_bytes(cut.read_bytes()[:length])
     with pytest.raises(
         DataError, match=r"^a shard cannot be read: unexpected end of .*cut\.tar"
     ) as refusal:
@@ -499,3 +501,66 @@ def test_samples_of_shards_that_cannot_be_read_are_left_out_and_counted(shards, 
 def test_shards_that_are_not_there_are_named_before_training(shards, tmp_path):
     with pytest.raises(DataError, match=r"3.tar .* does not exist"):
         data_of(str(tmp_path / "{0..3}.tar")).train_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        # History: these ended in csv's, json's and pathlib's own errors; the last one had one caption of two lines.
+        (
+            "metadata.csv",
+            "file_name,text\na.png," + "x" * 200000,
+            "line 1: field larger than field limit",
+        ),
+        ("metadata.jsonl", "[" * 100000, "line 1: expected 'file_name' and 'text'"),
+        (
+            "metadata.jsonl",
+            '{"file_name": "a\\u0000.png", "text": ""}',
+            "cannot be found .embedded null byte.",
+        ),
+        (
+            "metadata.csv",
+            'file_name,text\na.png,"x\nb.png,y\n',
+            "unexpected end of data; quotes around a text must be",
+        ),
+    ],
+)
+def test_listings_that_cannot_be_read_are_named(name, content, message, tmp_path):
+    for image in "ab":
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{image}.png")
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=f"{name}.*{message}"):
+        Listing(tmp_path).read("raise")
+
+
+def test_captions_are_found_however_names_are_written(tmp_path):
+    """History: a name with an accent of macOS, or `CAT.TXT`, had no caption."""
+    for name, text in (("ba\u0308r", "b\u00e4r.txt"), ("CAT", "CAT.TXT")):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.PNG")
+        (tmp_path / text).write_text(text)
+    entries, _ = Listing(tmp_path).read("raise")
+    assert [entry.caption for entry in entries] == ["CAT.TXT", "b\u00e4r.txt"]
+
+
+def test_files_that_are_passed_over_are_counted(tmp_path, caplog):
+    """History: with a trigger, photographs of a phone (`.heic`) were left out without a word."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    for name in ("b.heic", "c.heic", "d.jfif"):
+        (tmp_path / name).touch()
+    Listing(tmp_path, needs_captions=False).read("raise")
+    assert "by their endings no images, not trained on: 2 .heic, 1 .jfif" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trigger": 3}, "trigger=3 must be a text; put it in quotes"),
+        ({"mask": ""}, "mask='' must be one key, or a folder"),
+        ({"num_frames": []}, r"num_frames must be a whole number >= 1; got \[\]"),
+        ({"num_frames": [5, "x"]}, "num_frames must be a whole number >= 1; got 'x'"),
+    ],
+)
+def test_settings_that_would_fail_later_are_refused(options, message, tmp_path):
+    """History: these ended in a TypeError, took captions for masks, or trained on images."""
+    with pytest.raises(ConfigurationError, match=message):
+        ImageFolderDataModule(tmp_path, **options)

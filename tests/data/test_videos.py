@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import struct
 
 import numpy as np
 import pytest
@@ -50,6 +51,32 @@ def test_successive_frames_come_out_of_the_middle(write, tmp_path):
     assert "image" not in batch
     got = (batch["video"][0].mean((0, 2, 3)) + 1) * 127.5
     torch.testing.assert_close(got, torch.tensor(LEVELS[1:6]).float(), atol=4, rtol=0)
+
+
+def test_videos_are_read_as_viewers_show_them(tmp_path):
+    """History: those of phones that were held upright were trained lying on their side."""
+    av = pytest.importorskip("av")
+    path = tmp_path / "clip.mp4"
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("libx264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        stream.codec_context.sample_aspect_ratio = 2  # 64 x 32 pixels that are squares
+        pixels = np.zeros((32, 32, 3), np.uint8)
+        pixels[:16] = 255
+        for _ in range(5):
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        file.mux(stream.encode())
+    data, start = bytearray(path.read_bytes()), path.read_bytes().index(b"tkhd") + 44
+    # The matrix in the track's header: a quarter to the right, and back into the frame.
+    data[start : start + 36] = struct.pack(
+        ">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 32 << 16, 0, 1 << 30
+    )
+    path.write_bytes(data)
+    listing(tmp_path, "clip.mp4")
+    (batch,) = module_of(tmp_path, buckets=True, bucket_step=8).train_dataloader()
+    assert batch["video"].shape[3:] == (24, 8)
+    columns = batch["video"][0, 0, 0].mean(0)
+    torch.testing.assert_close(columns[[0, -1]], torch.tensor([-1.0, 1.0]), atol=0.1, rtol=0)
 
 
 def test_a_video_may_begin_with_an_image_of_its_own(tmp_path):

@@ -3,6 +3,7 @@
 With a quantization that needs no package; those of bitsandbytes and torchao are in `test_quantized.py`.
 """
 
+import weakref
 from dataclasses import replace
 
 import lightning as L
@@ -75,6 +76,7 @@ class Look(L.Callback):
 
     def on_train_epoch_end(self, trainer, module):
         self.module = module
+        self.quantized = [weakref.ref(p) for p in module.parameters() if type(p) is Rounded]
         self.count()
 
     def count(self):
@@ -147,6 +149,22 @@ def test_each_rank_quantizes_what_it_holds(strategy, encodes_first, settings, tm
         assert 0 < quantized < total + (num_ranks == 1)
         assert mapped == total
         assert after == [total, 0, total]
+
+
+def fit_and_leave(rank, settings):
+    """Returns how many quantized weights there were in training, and are after it, without a search for garbage."""
+    look = Look()
+    settings.trainer["callbacks"] = [look]
+    fit(rank, settings, 1)
+    return len(look.quantized), sum(weight() is not None for weight in look.quantized)
+
+
+def test_quantized_weights_leave_memory_when_training_ends(settings):
+    """History: as much as the stages took until Python searched for garbage, while samples were drawn, say."""
+    settings.strategy = {"num_stages": 1, "num_microbatches": 2}
+    settings.trainer["max_steps"] = 1
+    [(before, after)] = run_ranks(fit_and_leave, 1, settings)
+    assert before > after == 0
 
 
 class Shown(DummyLogger):

@@ -1,6 +1,7 @@
 """GPUs where there are none: torch for CPUs believes in eight, whose memory and arithmetic are the host's.
 
-What a GPU refuses is refused: operators on tensors of two devices. What makes the host wait for one is counted.
+What a GPU refuses is refused: operators on tensors of two devices, more memory than a process may have
+(`torch.cuda.set_per_process_memory_fraction`). What makes the host wait for one is counted.
 Streams and events are there, but everything happens at once: what comes of a wait that is missing only a GPU shows.
 NCCL is gloo under NCCL's rules (`tests/nccl_like.py`).
 
@@ -204,8 +205,14 @@ def _functions(library: Any) -> dict[str, Any]:
         for generator in generators:
             generator.manual_seed(seed)
 
+    limits = [_MEMORY_BYTES]
+
+    def limit(fraction: float, device: Any = None) -> None:
+        limits.append(int(fraction * _MEMORY_BYTES))
+        library.limit_allocated(ctypes.c_int64(limits[-1]))
+
     def free_bytes(device: Any = None) -> tuple[int, int]:
-        return _MEMORY_BYTES - library.allocated_bytes(), _MEMORY_BYTES
+        return limits[-1] - library.allocated_bytes(), _MEMORY_BYTES
 
     nothing = lambda *args, **kwargs: None
     return {
@@ -244,6 +251,7 @@ def _functions(library: Any) -> dict[str, Any]:
         "reset_peak_memory_stats": lambda device=None: library.reset_most_allocated(),
         "memory_stats": lambda device=None: {},
         "mem_get_info": free_bytes,
+        "set_per_process_memory_fraction": limit,
         "default_generators": generators,
         "get_rng_state": lambda device=None: generator_of(device).get_state(),
         "get_rng_state_all": lambda: [generator.get_state() for generator in generators],

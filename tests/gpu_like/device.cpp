@@ -13,6 +13,7 @@
 
 #include <atomic>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <unordered_map>
@@ -31,35 +32,35 @@ c10::Device device_of(c10::DeviceIndex index) {
 std::mutex lock;
 std::map<const char*, size_t> pinned;  // sizes, by first byte
 std::map<std::string, int64_t> waits;  // of the host for the device, by operator
-std::atomic<int64_t> allocated{0}, most_allocated{0};
+std::atomic<int64_t> allocated{0}, most_allocated{0}, most_allowed{INT64_MAX};
 
 // ---------------------------------------------------------------------------------- memory
 
 struct Context {  // of a storage of the device
   c10::Storage host;
   int64_t size = 0;
+  Context(c10::Storage of_host, int64_t of_size = 0) : host(std::move(of_host)), size(of_size) {}
+  ~Context() { allocated -= size; }
   void measure() {
     int64_t more = static_cast<int64_t>(host.nbytes()) - size;
-    size += more;
     int64_t now = allocated += more, most = most_allocated;
+    size += more;
+    TORCH_CHECK_WITH(OutOfMemoryError, more <= 0 || now <= most_allowed, "CUDA out of memory. Tried to allocate ",
+                     more, " bytes; ", now - more, " of ", most_allowed.load(), " are taken");
     while (now > most && !most_allocated.compare_exchange_weak(most, now)) {}
   }
 };
 
-void release(void* context) {
-  auto* held = static_cast<Context*>(context);
-  allocated -= held->size;
-  delete held;
-}
+void release(void* context) { delete static_cast<Context*>(context); }
 
 c10::Allocator& device_memory();
 
 c10::Storage on_device(c10::Storage host, c10::DeviceIndex index) {
-  auto* context = new Context{host};
+  auto context = std::make_unique<Context>(host);
   context->measure();
   return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), host.nbytes(),
-      c10::DataPtr(host.mutable_data(), context, &release, device_of(index)), &device_memory(), true));
+      c10::DataPtr(host.mutable_data(), context.release(), &release, device_of(index)), &device_memory(), true));
 }
 
 Context& context_of(const c10::Storage& storage) {
@@ -191,12 +192,13 @@ struct Call {
       if (storage.data_ptr().get_deleter() != &release) continue;
       auto& held = context_of(storage);
       if (storage.data() != held.host.data() || storage.nbytes() != held.host.nbytes()) {
-        auto* pointer = new Context{held.host, held.size};
-        held.size = 0;
+        auto pointer = std::make_unique<Context>(held.host, std::exchange(held.size, 0));
         pointer->measure();
+        auto host_bytes = pointer->host.nbytes();
+        auto* data = pointer->host.mutable_data();
         storage.unsafeGetStorageImpl()->set_data_ptr_noswap(
-            c10::DataPtr(pointer->host.mutable_data(), pointer, &release, device.device()));
-        storage.unsafeGetStorageImpl()->set_nbytes(pointer->host.nbytes());
+            c10::DataPtr(data, pointer.release(), &release, device.device()));
+        storage.unsafeGetStorageImpl()->set_nbytes(host_bytes);
       }
       if (host.sizes() != device.sizes() || host.strides() != device.strides() ||
           host.storage_offset() != device.storage_offset())
@@ -339,9 +341,9 @@ struct PinnedMemory final : c10::Allocator {
 struct DeviceMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     c10::Storage host(c10::Storage::use_byte_size_t(), size, c10::GetCPUAllocator(), true);
-    auto* context = new Context{host};
+    auto context = std::make_unique<Context>(host);
     context->measure();
-    return {host.mutable_data(), context, &release, device_of(-1)};
+    return {host.mutable_data(), context.release(), &release, device_of(-1)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* target, const void* source, std::size_t size) const override {
@@ -424,6 +426,7 @@ extern "C" {
 int64_t allocated_bytes() { return allocated; }
 int64_t most_allocated_bytes() { return most_allocated; }
 void reset_most_allocated() { most_allocated = allocated.load(); }
+void limit_allocated(int64_t size) { most_allowed = size; }
 int current_device() { return current_index; }
 void set_device(int index) { current_index = index; }
 void read_waits(char* text, int64_t size) {  // "operator=count" lines; counting begins anew

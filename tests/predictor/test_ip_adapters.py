@@ -127,7 +127,7 @@ def adapters(saved, scales):
     return {saved[1] / name: scale for name, scale in scales.items()}
 
 
-def drawn_by(saved, scales, **options):
+def images_of(saved, scales, **options):
     with Predictor.from_pretrained(
         saved[0], "single", ip_adapters=adapters(saved, scales), alone=True
     ) as predictor:
@@ -141,7 +141,7 @@ def test_images_as_prompts_draw_as_in_diffusers(name, saved):
     own = {**SETTINGS, **tiny.options_of(name)}
     options = {**own, "ip_adapter_image": random_image()}
     expected = by_diffusers(saved(name), {FILE: 0.7}, **options)
-    assert (drawn_by(saved(name), {FILE: 0.7}, **options) == expected).all()
+    assert (images_of(saved(name), {FILE: 0.7}, **options) == expected).all()
     assert (by_diffusers(saved(name), {}, **own) != expected).mean() > 0.3
 
 
@@ -151,9 +151,9 @@ def test_several_adapters_with_an_image_and_a_scale_for_each(saved):
     both = {FILE: {"down": 0.2, "up": 1.1}, "second.safetensors": 0.5}
     images = [random_image(), random_image(1)]
     options = {**SETTINGS, **tiny.options_of("sdxl"), "ip_adapter_image": images}
-    found = drawn_by(saved("sdxl"), both, **options)
+    found = images_of(saved("sdxl"), both, **options)
     assert (found == by_diffusers(saved("sdxl"), both, **options)).all()
-    other = drawn_by(saved("sdxl"), both | {FILE: 0.5}, **options)
+    other = images_of(saved("sdxl"), both | {FILE: 0.5}, **options)
     assert (found != other).mean() > 0.3
 
 
@@ -223,7 +223,7 @@ def test_the_command_takes_ip_adapters(saved, tmp_path, capsys, monkeypatch):
     assert code == 0, out + err
     found = [np.asarray(Image.open(file)) for file in sorted((tmp_path / "output").glob("0*.png"))]
     options = {**SETTINGS, **tiny.options_of("any"), "ip_adapter_image": random_image()}
-    assert (np.stack(found) == drawn_by(saved("stable_diffusion"), {FILE: 0.7}, **options)).all()
+    assert (np.stack(found) == images_of(saved("stable_diffusion"), {FILE: 0.7}, **options)).all()
     code, out, err = call(capsys, monkeypatch, "sample", *arguments)
     assert code == 2, out + err
     assert "which read an image; give ip_adapter_image=" in out + err

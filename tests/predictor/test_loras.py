@@ -18,8 +18,8 @@ from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.modules.adapters import LORA_FILE
 from lightning_diffpipe.modules.latent_diffusion import as_pil
-from lightning_diffpipe.sampling import loras as sampling_loras
-from lightning_diffpipe.sampling.loras import AdaptedWeights
+from lightning_diffpipe.sampling import adapters
+from lightning_diffpipe.sampling.adapters import AdaptedWeights
 from lightning_diffpipe.sampling.skeleton import SafetensorsFolder, skeleton
 from tests.command import call
 from tests.modules.tiny_parts import save_checkpoint, tiny_latent_diffusion
@@ -183,7 +183,7 @@ def added_to_transformer(folder, dtype, scale):
     """Weights of the small SD3 with the file, which are read as one of this type."""
     cls = diffusers.SD3Transformer2DModel
     model = skeleton(cls, cls.load_config(folder / "model", subfolder="transformer"), CPU, dtype)
-    lora = sampling_loras.StoredLora(folder / "lora", scale, diffusers.StableDiffusion3Pipeline)
+    lora = adapters.StoredLora(folder / "lora", scale, diffusers.StableDiffusion3Pipeline)
     stored = SafetensorsFolder(folder / "model" / "transformer")
     return AdaptedWeights(stored, "transformer", model, [lora])
 
@@ -410,7 +410,7 @@ def test_tensors_of_other_layers_are_named(tmp_path):
     safetensors.torch.save_file({f"vae.{QUERY}.lora_A.weight": torch.ones(2, 2)}, file)
     cls = diffusers.StableDiffusion3Pipeline
     with pytest.raises(CheckpointError, match="it changes vae, and StableDiffusion3Pipeline here"):
-        sampling_loras.read_loras({tmp_path / "lora": 1.0}, cls, ["transformer"])
+        adapters.read_loras({tmp_path / "lora": 1.0}, cls, ["transformer"])
 
 
 @pytest.mark.parametrize("size", [0, 5, 100])
@@ -423,14 +423,14 @@ def test_what_is_wrong_with_a_file_that_was_cut_is_said(size, tmp_path):
     )
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(CheckpointError, match=r"cannot read the LoRA .*; .*deserializing header"):
-        sampling_loras.StoredLora(file, 1.0, diffusers.StableDiffusion3Pipeline)
+        adapters.StoredLora(file, 1.0, diffusers.StableDiffusion3Pipeline)
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
 def test_scales_are_finite(scale, tmp_path):
     """History: images were black."""
     with pytest.raises(ConfigurationError, match=f"must be a number; got {scale}"):
-        sampling_loras.StoredLora(tmp_path, scale, diffusers.StableDiffusion3Pipeline)
+        adapters.StoredLora(tmp_path, scale, diffusers.StableDiffusion3Pipeline)
 
 
 @pytest.mark.slow

@@ -21,9 +21,8 @@ from lightning_diffpipe.planning.sampling_rule import (
     reason_for,
 )
 from lightning_diffpipe.sampling import world
-from lightning_diffpipe.sampling.mesh import AXES, SamplingMesh, fit_mesh, fitting_meshes
 from lightning_diffpipe.sampling.methods import Chooser, MethodOptions
-from lightning_diffpipe.sampling.world import World
+from lightning_diffpipe.sampling.world import AXES, SamplingMesh, World, fit_mesh, fitting_meshes
 
 sizes = st.integers(1, 4)
 

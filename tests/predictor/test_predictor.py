@@ -555,3 +555,14 @@ def test_the_built_in_model_settles_on_its_way():
     ) as predictor:
         predictor(["digit four, sans"], num_inference_steps=20, guidance_scale=4.0)
         assert 1 < predictor.report.warmup_steps < 15
+
+
+def test_what_a_pipeline_refuses_is_said_without_the_numbers_of_tensors(folder_of):
+    """History: a page of them stood before what to do."""
+    given = {"prompt_embeds": torch.zeros(1, 12, 16), "num_inference_steps": 1}
+    message = r"`prompt_embeds`: tensor\(\.\.\.\)\. Please make sure to only forward one of the two"
+    with (
+        Predictor.from_pretrained(folder_of("stable_diffusion"), "single") as predictor,
+        pytest.raises(ConfigurationError, match=message),
+    ):
+        predictor(["a"], **given)

@@ -16,7 +16,7 @@ from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.quantization import Quantization, QuantizedWeight
 from tests.distributed.stored import Rounded, store_in_8_bits
-from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_of
+from tests.predictor.tiny_pipelines import build, images_of, options_of, prompts_of
 from tests.ranks import run_ranks
 
 SETTINGS = {"num_inference_steps": 4, "guidance_scale": 4.0, "output_type": "np"}
@@ -43,7 +43,7 @@ def drawn(pipeline, name):
     pipeline.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(0)
     options = {**SETTINGS, **options_of(name)}
-    return np.asarray(drawn_by(pipeline(prompts_of(name), generator=generator, **options)))
+    return np.asarray(images_of(pipeline(prompts_of(name), generator=generator, **options)))
 
 
 def draw_and_count(rank, name, path, method, options, quantization=ROUNDED):
@@ -190,7 +190,7 @@ def test_lora_files_are_added_to_the_values_of_what_is_stored_quantized(stored, 
 def test_what_cannot_be_read_is_named_before_weights_are(
     method, says, stored, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("lightning_diffpipe.sampling.quantized.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_diffpipe.sampling.skeleton.find_spec", lambda name: None)
     path = shutil.copytree(stored[0], tmp_path / "flux")
     config = json.loads((path / "transformer" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": method}

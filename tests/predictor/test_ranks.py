@@ -566,7 +566,7 @@ def test_a_killed_rank_ends_the_others(num_ranks, victim, options, job, tmp_path
     assert all(named in each for each in errors), errors
 
 
-DRAW = "lightning_diffpipe.sampling.source.drawn_by"
+DRAW = "lightning_diffpipe.sampling.source.images_of"
 OPEN = "lightning_diffpipe.predictor.open_source"
 LOAD = "lightning_diffpipe.sampling.methods.load_weights"
 GATHER = "lightning_diffpipe.predictor.Worker.gather"

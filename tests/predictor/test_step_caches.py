@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
+from diffusers import FasterCacheConfig, FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.predictor import Predictor
@@ -65,3 +65,18 @@ def test_a_cache_that_finds_nothing_to_skip_is_refused_before_weights_are_read(f
     for method in ("pipefusion", "auto"):
         with pytest.raises(ConfigurationError, match=reason):
             Predictor.from_pretrained(folder_of("pixart"), method, cache="taylor_seer")
+
+
+def test_a_cache_whose_hooks_fail_is_refused_with_what_it_needs(folder_of):
+    """History: `cache="faster"`, which takes all latents for videos, ended in an error of torch."""
+    settings = {"num_inference_steps": 4, **options_of("pixart")}
+    path, prompts = folder_of("pixart"), prompts_of("pixart")
+    reason = "FasterCacheConfig: the hook of diffusers fails on .* tensor_format=BCHW for images"
+    with (
+        Predictor.from_pretrained(path, "single", cache="faster") as predictor,
+        pytest.raises(ConfigurationError, match=reason),
+    ):
+        predictor(prompts, **settings)
+    images = FasterCacheConfig(tensor_format="BCHW", attention_weight_callback=None)
+    with Predictor.from_pretrained(path, "single", cache=images) as predictor:
+        assert len(predictor(prompts, **settings)) == 2

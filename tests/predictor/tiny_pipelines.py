@@ -194,7 +194,7 @@ def options_of(name):
     return OPTIONS.get(name, SIZE)
 
 
-def drawn_by(output):
+def images_of(output):
     """Images or videos of a pipeline's output."""
     return output.frames if hasattr(output, "frames") else output.images
 
@@ -207,7 +207,7 @@ def by_diffusers(path, name="stable_diffusion", seed=0, dtype=torch.float32, **o
     if "prompt_embeds" not in options:
         given["class_labels" if name == "dit" else "prompt"] = prompts_of(name)
     torch.manual_seed(0)  # some encode an image with noise of the default generator
-    return drawn_by(pipeline(**given))
+    return images_of(pipeline(**given))
 
 
 def random_image(seed=0):

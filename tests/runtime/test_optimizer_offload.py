@@ -8,11 +8,16 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lightning_diffpipe.graph.placement import placeholder_of
 from lightning_diffpipe.modules import Muon, Optimization, Prodigy
 from lightning_diffpipe.runtime import optimizer_offload
 from lightning_diffpipe.runtime.optimizer_offload import OptimizerOffload, may_be_offloaded
+from lightning_diffpipe.runtime.optimizer_sharding import around_updates
 
 SHAPES = (20, 30), (20,), (3, 30), (5,), (20, 29)
 LARGEST = 20 * 30 * 4
@@ -33,6 +38,31 @@ class Inheriting(torch.optim.AdamW):
 
     def step(self, closure=None):
         return super().step(closure)
+
+
+class FailingOnce(Inheriting):
+    """Runs out of memory in its first update."""
+
+    has_failed = False
+
+    def _init_group(self, *arguments, **options):
+        if not self.has_failed:
+            self.has_failed = True
+            raise torch.OutOfMemoryError
+        return super()._init_group(*arguments, **options)
+
+
+@pytest.mark.parametrize("closure", [None, lambda: 1.5])
+def test_a_step_after_one_that_has_failed_is_one_of_its_own(closure):
+    """History: it counted as part of that one, so that nobody was called before and after it, ever again."""
+    calls = []
+    _, optimizer = made(FailingOnce)
+    around_updates(optimizer, lambda: calls.append("before"), lambda: calls.append("after"))
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step(closure)
+    for _ in range(2):
+        optimizer.step(closure)
+    assert calls == ["before", *["before", "after"] * 2]
 
 
 class Counting(torch.optim.SGD):
@@ -98,6 +128,8 @@ def test_steps_bucket_by_bucket_are_those_of_all_parameters_to_the_last_bit(make
     detach = offload.attach(optimizer)
     for each in (optimizer, plain):
         each.register_step_post_hook(lambda which, *_: seen.append(which))
+    of_all = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+    hooks = [register(lambda which, *_: seen.append(which)) for register in of_all]
     for step in range(5):
 
         def closure(parameters, step=step):
@@ -117,7 +149,9 @@ def test_steps_bucket_by_bucket_are_those_of_all_parameters_to_the_last_bit(make
             assert torch.equal(one, other)
             assert (one.grad is None) == (other.grad is None)
             assert one.grad is None or torch.equal(one.grad, other.grad)
-    assert seen.count(optimizer) == seen.count(plain) >= 5
+    for hook in hooks:
+        hook.remove()
+    assert seen.count(optimizer) == seen.count(plain) >= 15
     got, wanted = optimizer.state_dict(), plain.state_dict()
     assert got["param_groups"] == wanted["param_groups"]
     leaves = (pytree.tree_leaves(each["state"]) for each in (got, wanted))

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import torch
 
-from lightning_diffpipe.sampling.mesh import SamplingMesh
 from lightning_diffpipe.sampling.methods import MethodOptions, Worker
 from lightning_diffpipe.sampling.report import SamplingStatistics, Stopwatch
-from lightning_diffpipe.sampling.world import World
+from lightning_diffpipe.sampling.world import SamplingMesh, World
 from tests.sampling.models import STEPS, pixart_call
 
 

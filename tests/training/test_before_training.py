@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_diffpipe.profiling.measure import measure_profile
 from lightning_diffpipe.training import preparation
-from lightning_diffpipe.training.before_training import why_empty
+from lightning_diffpipe.training.before_training import autocast_on_host, why_empty
 from tests.distributed.scenarios import fit_module
 from tests.distributed.tiny import Data, Stream, TinyDiffusion
 
@@ -29,6 +29,24 @@ def test_fewer_samples_than_a_batch_make_none_where_the_rest_is_dropped(shuffle)
         why_empty(DataLoader(Stream(torch.arange(5.0)), 2))
         == "the training data loader is empty: it yields no batch"
     )
+
+
+def test_autocast_of_gpus_holds_on_the_host_while_a_step_for_one_is_probed_there(monkeypatch):
+    """History: a step that relied on the types it would train in failed before training."""
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    layer, x = torch.nn.Linear(2, 2), torch.randn(1, 2)
+    with autocast_on_host():
+        with torch.autocast("cuda", torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+            with torch.autocast("cuda", enabled=False):
+                assert layer(x).dtype == torch.float32
+            with pytest.raises(ValueError, match="inside"), torch.autocast("cuda", torch.float16):
+                raise ValueError("inside")
+            assert layer(x).dtype == torch.bfloat16
+        assert layer(x).dtype == torch.float32
+    with torch.autocast("cuda", torch.bfloat16):
+        assert layer(x).dtype == torch.float32
 
 
 @pytest.mark.slow

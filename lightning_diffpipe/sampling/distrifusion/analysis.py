@@ -99,8 +99,8 @@ class ModelCall(NamedTuple):
     """One call of a model, on all rows.
 
     Attributes:
-        interception: Of the model, installed.
-        latents: Of the request; rows are the last but one axis.
+        interception: Interception of the model, installed.
+        latents: Latents of the request; rows are the last but one axis.
     """
 
     interception: Interception
@@ -257,31 +257,29 @@ class MarkedRun(Run, TorchFunctionMode):
         return unit
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a module, and looks whether it embeds the latents or is given a text only."""
-        before, given = self._num_exchanging, (*args, *kwargs.values())
+        """Runs a module, and notes whether it embeds the latents or is given a text only."""
+        num_before, given = self._num_exchanging, (*args, *kwargs.values())
         self._num_calls[site.name] += 1
         out = site.diffpipe_original(*args, **kwargs)
-        inside, local = site.name + ".", self._num_exchanging == before
+        inside, is_local = f"{site.name}.", self._num_exchanging == num_before
         takes_sample = any(x is self._sample for x in given)
         has_positions = not isinstance(site.module, nn.Conv2d | nn.Linear)
-        if takes_sample and has_positions and local:
+        if takes_sample and has_positions and is_local:
             self.embedders = {k: v for k, v in self.embedders.items() if not k.startswith(inside)}
             self.embedders[site.name] = self._look.axes(out)
         # Functions that look beyond a band are known by their position, so that none is left out later.
-        if local and self._num_calls[site.name] == 1 and self._is_constant(site.module, given, out):
+        may_run_once = is_local and self._num_calls[site.name] == 1 and len(given) == 1
+        if (
+            may_run_once
+            and not self._texts_see_image
+            and any(isinstance(inner, nn.Linear) for inner in site.module.modules())
+            and all(_is_float(x) and x.ndim >= 3 and not has_nan(x) for x in (*given, out))
+        ):
             self.constant = {name for name in self.constant if not name.startswith(inside)}
             self.constant.add(site.name)
         else:
             self.constant.discard(site.name)
         return out
-
-    def _is_constant(self, module: nn.Module, given: Sequence[Any], out: Any) -> bool:
-        """Returns whether nothing but a text, which has seen nothing of the image, is given and returned."""
-        if self._texts_see_image or len(given) != 1:
-            return False
-        multiplies = any(isinstance(inner, nn.Linear) for inner in module.modules())
-        texts = (_is_float(x) and x.ndim >= 3 and not has_nan(x) for x in (*given, out))
-        return multiplies and all(texts)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -294,7 +292,7 @@ class MarkedRun(Run, TorchFunctionMode):
             return rule(*args, **kwargs)
         out = func(*args, **kwargs)
         if self._name and self.spreader is None:
-            self._watch(func, (args, kwargs), out)
+            self._name_spreader(func, (args, kwargs), out)
         return out
 
     def _attention(
@@ -324,7 +322,8 @@ class MarkedRun(Run, TorchFunctionMode):
         mixed = picked.mean(-3, keepdim=True)
         return mixed.repeat(*[1] * (x.ndim - 3), weight.shape[0], 1, 1)
 
-    def _watch(self, func: Any, inputs: Any, out: Any) -> None:
+    def _name_spreader(self, func: Any, inputs: Any, out: Any) -> None:
+        """Notes a function if some rows were marked in what it was given, and all are in what it returned."""
         name = getattr(func, "__name__", str(func))
         outputs = [x for x in pytree.tree_leaves(out) if _is_float(x) and x.numel() > 1]
         if name in _VIEWS or not outputs or not all(x.isnan().all() for x in outputs):

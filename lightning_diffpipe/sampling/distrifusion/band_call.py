@@ -60,7 +60,7 @@ class StepKind:
     """A denoising step, with the data of other bands that it may read.
 
     Attributes:
-        index: From 0.
+        index: Number of the step, from 0.
         synchronous: Their data of this step.
         alone: Nothing (naive patches).
         keep: Data that the next step may read are stored, or sent.
@@ -114,6 +114,7 @@ class BandCall(Run, TorchFunctionMode):
         self.padded: Tensor | None = None
         self.grid: tuple[int, int] | None = None
         self.regridded = False
+        self._turns: Counter[str] = Counter()
         leaves, tree = pytree.tree_flatten((call.args, call.kwargs))
         analysis, exchange = self._analysis, self._exchange
         self._whole = leaves[analysis.sample]
@@ -122,7 +123,6 @@ class BandCall(Run, TorchFunctionMode):
         for leaf, axis in analysis.sliced.items():
             leaves[leaf] = self._cut(leaves[leaf], axis)
         band_args, band_kwargs = pytree.tree_unflatten(leaves, tree)
-        self._turns: Counter[str] = Counter()
         watched = analysis.embedders.keys() | analysis.constant | self._skipped
         exchange.start_step(step.index, step.synchronous, step.keep)
         with call.interception.also_watching(watched), call.interception.running(self), self:
@@ -131,10 +131,10 @@ class BandCall(Run, TorchFunctionMode):
         del self._whole, self._band, self.padded
         results, tree = pytree.tree_flatten(out)
         for i, axis in analysis.outputs.items():
-            mine = results[i].contiguous()
-            shapes = self._shapes(mine, axis) | {self._bands.rank: TensorShape.of(mine)}
+            own = results[i].contiguous()
+            shapes = self._shapes(own, axis) | {self._bands.rank: TensorShape.of(own)}
             ordered = [shapes[rank] for rank in range(self._bands.num_bands)]
-            results[i] = torch.cat(exchange.gather(mine, ordered), axis)
+            results[i] = torch.cat(exchange.gather(own, ordered), axis)
         return pytree.tree_unflatten(results, tree)
 
     def __torch_function__(
@@ -156,22 +156,30 @@ class BandCall(Run, TorchFunctionMode):
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answers a module: those that embed the latents embed all of them, those given a text only run once."""
-        inputs = (*args, *kwargs.values())
-        if site.name in self._analysis.constant and len(inputs) == 1:
-            run = partial(site.diffpipe_original, *args, **kwargs)
-            return self._constants.get(site.name, inputs[0], run)
-        axes = self._analysis.embedders.get(site.name)
-        if site.name in self._skipped and not self._suspended:
-            self._turns[site.name] += 1
+        name, inputs = site.name, (*args, *kwargs.values())
+        run = partial(site.diffpipe_original, *args, **kwargs)
+        if name in self._analysis.constant and len(inputs) == 1:
+            return self._constants.get(name, inputs[0], run)
+        if self._suspended:
+            return run()
+        if name in self._skipped:
+            self._turns[name] += 1
             calls, attentions = self._num_calls, self._num_attentions
-            out = site.diffpipe_original(*args, **kwargs)
+            out = run()
             now = self._num_calls - calls, self._num_attentions - attentions
             # One that is skipped leaves the numbers of calls after it as they are.
-            counted = self._counted.setdefault((site.name, self._turns[site.name]), now)
+            counted = self._counted.setdefault((name, self._turns[name]), now)
             self._num_calls, self._num_attentions = calls + counted[0], attentions + counted[1]
             return out
-        if self._suspended or axes is None or not any(x is self._band for x in inputs):
-            return site.diffpipe_original(*args, **kwargs)
+        axes = self._analysis.embedders.get(name)
+        if axes is None or not any(x is self._band for x in inputs):
+            return run()
+        return self._embedded(site, args, kwargs, axes)
+
+    def _embedded(
+        self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], axes: dict[int, int]
+    ) -> Any:
+        """Embeds all rows, since a band alone would get the positions of the top; returns those of the band."""
         whole = {id(self._band): self._whole}
         args = tuple(whole.get(id(x), x) for x in args)
         kwargs = {name: whole.get(id(x), x) for name, x in kwargs.items()}
@@ -182,7 +190,7 @@ class BandCall(Run, TorchFunctionMode):
             self._suspended = False
         leaves, tree = pytree.tree_flatten(out)
         for i, axis in axes.items():
-            rows, rest = divmod(self._bands.num_rows, self._analysis.unit)
+            rows, rest = divmod(self._bands.num_rows, self._analysis.unit)  # of tokens
             num_tokens = leaves[i].shape[axis]
             if leaves[i].ndim == 3 and not rest and num_tokens % rows == 0:
                 self.grid = self._bands.part_of(rows)[1], num_tokens // rows
@@ -200,8 +208,6 @@ class BandCall(Run, TorchFunctionMode):
         rows, bands = x.shape[-2], self._bands
         if above == below == 0:
             return x
-        edges = {bands.rank - 1: above, bands.rank + 1: below}
-        neighbours = [peer for peer in edges if 0 <= peer < bands.num_bands]
         if x is self._band:  # every rank has the whole latents
             whole = F.pad(self._whole, (0, 0, above, below))
             return whole.narrow(-2, bands.start, above + rows + below)
@@ -211,24 +217,27 @@ class BandCall(Run, TorchFunctionMode):
                 f"a convolution reads {max(above, below)} rows beyond its band, but the smallest band has "
                 f"{fewest} rows: use fewer ranks"
             )
+        upper, lower = bands.rank - 1, bands.rank + 1
         shapes = {
-            peer: TensorShape((*x.shape[:-2], n, x.shape[-1]), x.dtype) for peer, n in edges.items()
+            peer: TensorShape((*x.shape[:-2], size, x.shape[-1]), x.dtype)
+            for peer, size in ((upper, above), (lower, below))
         }
-        got: dict[int, Tensor] | None = None
+        received: dict[int, Tensor] | None = None
         if not self._step.alone:
+            neighbours = [peer for peer in shapes if 0 <= peer < bands.num_bands]
             # The upper neighbour reads `below` rows of this band, the lower one `above` rows. They are sent later,
             # and the model may write into what it has.
-            mine = {bands.rank - 1: x[..., :below, :], bands.rank + 1: x[..., rows - above :, :]}
+            edges = {upper: x[..., :below, :], lower: x[..., rows - above :, :]}
             dense = torch.contiguous_format
-            got = self._exchange.swap(
+            received = self._exchange.swap(
                 "halo",
                 self._count(),
-                {n: mine[n].clone(memory_format=dense) for n in neighbours if mine[n].numel()},
-                {peer: shapes[peer] for peer in neighbours if edges[peer]},
+                {n: edges[n].clone(memory_format=dense) for n in neighbours if edges[n].numel()},
+                {n: shapes[n] for n in neighbours if shapes[n].shape[-2]},
                 TensorShape.of(x),
             )
-        parts = [(got or {}).get(peer, x.new_zeros(shapes[peer].shape)) for peer in edges]
-        return torch.cat([parts[0], x, parts[1]], -2)
+        halos = [(received or {}).get(peer, x.new_zeros(shapes[peer].shape)) for peer in shapes]
+        return torch.cat([halos[0], x, halos[1]], -2)
 
     def attend(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, **options: Any
@@ -245,18 +254,19 @@ class BandCall(Run, TorchFunctionMode):
     def _with_all_bands(
         self, key: Tensor, value: Tensor, joint: JointKeys
     ) -> tuple[Tensor, Tensor]:
+        """Returns keys and values with those of the image of all bands; those of texts are this band's own."""
         start, stop = joint.before, key.shape[-2] - joint.after
-        mine = torch.stack([key[..., start:stop, :], value[..., start:stop, :]]).contiguous()
+        own = torch.stack([key[..., start:stop, :], value[..., start:stop, :]]).contiguous()
         others = self._exchange.swap(
             "key_value",
             self._count(),
-            dict.fromkeys(self._bands.peers, mine),
-            self._shapes(mine, -2),
-            TensorShape.of(mine),
+            dict.fromkeys(self._bands.peers, own),
+            self._shapes(own, -2),
+            TensorShape.of(own),
         )
         if others is None:
             return key, value
-        keys, values = zip(*self._in_order(mine, others), strict=True)
+        keys, values = zip(*self._in_order(own, others), strict=True)
         return (
             torch.cat([key[..., :start, :], *keys, key[..., stop:, :]], -2),
             torch.cat([value[..., :start, :], *values, value[..., stop:, :]], -2),
@@ -270,29 +280,30 @@ class BandCall(Run, TorchFunctionMode):
         if step.alone or rule == "separate":
             return None
         now = Moments.of(x, num_groups)
-        mine = now.packed(torch.promote_types(x.dtype, torch.float32))
+        own = now.packed(torch.promote_types(x.dtype, torch.float32))
         others = self._exchange.swap(
             "statistics",
             call,
-            dict.fromkeys(self._bands.peers, mine),
-            dict.fromkeys(self._bands.peers, TensorShape.of(mine)),
+            dict.fromkeys(self._bands.peers, own),
+            dict.fromkeys(self._bands.peers, TensorShape.of(own)),
             TensorShape.of(x),
             fresh=self._group_norm == "synchronous",
         )
-        sent, self._own_moments[call] = self._own_moments.get(call), mine
+        own_before, self._own_moments[call] = self._own_moments.get(call), own
         if others is None:
             return None
-        stored = self._moments.setdefault(call, {})
+        by_step = self._moments.setdefault(call, {})
         band, shares = self._bands.rank, self._bands.shares
         if rule == "synchronous":
-            received = stored[step.index] = Moments.unpacked(self._in_order(mine, others))
-            stored.pop(step.index - 2, None)
+            received = by_step[step.index] = Moments.unpacked(self._in_order(own, others))
+            by_step.pop(step.index - 2, None)
             return received.combined(shares)
-        assert sent is not None
-        before = stored[step.index - 1] = Moments.unpacked(self._in_order(sent, others))
-        stored.pop(step.index - 3, None)
+        # What came now is of the step before, as what this band sent then.
+        assert own_before is not None
+        before = by_step[step.index - 1] = Moments.unpacked(self._in_order(own_before, others))
+        by_step.pop(step.index - 3, None)
         if rule == "predicted":
-            return predicted(before, stored.get(step.index - 2), now, band, shares)
+            return predicted(before, by_step.get(step.index - 2), now, band, shares)
         if rule == "corrected":
             moments, fallbacks = corrected(before, now, band, shares)
             self.fallbacks = self.fallbacks + fallbacks  # read on the host at the end
@@ -308,18 +319,18 @@ class BandCall(Run, TorchFunctionMode):
     def _cut(self, x: Tensor, axis: int) -> Tensor:
         return x.narrow(axis, *self._bands.part_of(x.shape[axis]))
 
-    def _shapes(self, mine: Tensor, axis: int) -> dict[int, TensorShape]:
-        """Returns the shapes of the same on other bands."""
+    def _shapes(self, own: Tensor, axis: int) -> dict[int, TensorShape]:
+        """Returns the shapes on other bands of a tensor that grows with the rows on an axis."""
         shapes = {}
         for peer in self._bands.peers:
-            sizes = list(mine.shape)
+            sizes = list(own.shape)
             sizes[axis] = self._bands.resized(sizes[axis], peer)
-            shapes[peer] = TensorShape(tuple(sizes), mine.dtype)
+            shapes[peer] = TensorShape(tuple(sizes), own.dtype)
         return shapes
 
-    def _in_order(self, mine: Tensor, others: dict[int, Tensor]) -> list[Tensor]:
+    def _in_order(self, own: Tensor, others: dict[int, Tensor]) -> list[Tensor]:
         ranks = range(self._bands.num_bands)
-        return [mine if rank == self._bands.rank else others[rank] for rank in ranks]
+        return [own if rank == self._bands.rank else others[rank] for rank in ranks]
 
 
 Rule = Callable[..., Tensor]

@@ -47,6 +47,7 @@ class _Range:
         self._expected: dict[int, list[TensorShape]] = defaultdict(list)
 
     def add(self, outgoing: Mapping[int, Tensor], expected: Shapes) -> Read:
+        """Adds a call, with its data for each peer; returns a function that reads the peers' data of it."""
         self.num_calls += 1
         for peer, tensor in outgoing.items():
             self._outgoing[peer].append(tensor)
@@ -78,7 +79,7 @@ class Exchange:
     """All exchanges of one call of the model in a denoising step, over the steps of one request.
 
     Args:
-        calls_per_message: Of one kind, in displaced steps.
+        calls_per_message: Calls of one kind that share a message, in displaced steps.
         skips: Whether all ranks may skip a call in some steps; then the data of its last step is read.
     """
 
@@ -132,17 +133,17 @@ class Exchange:
             if not fresh and self._keep:
                 self._stale[call] = self._step, lambda: received
             return received
-        step, read = self._stale.pop(call, (None, dict[int, Tensor]))
+        sent_in, read = self._stale.pop(call, (None, dict[int, Tensor]))
         if self._keep:
             self._stale[call] = self._step, self._later(kind, outgoing, expected)
-        if step is None:
+        if sent_in is None:
             if self._step > 0:
                 raise GraphError(
                     f"call {call} ({kind}) of step {self._step} has no data of the step before"
                 )
             return None
-        if step != self._step - 1 and not self._skips:
-            raise GraphError(f"call {call} ({kind}) of step {self._step} would read step {step}")
+        if sent_in != self._step - 1 and not self._skips:
+            raise GraphError(f"call {call} ({kind}) of step {self._step} would read step {sent_in}")
         return read()
 
     def gather(self, mine: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
@@ -152,7 +153,8 @@ class Exchange:
     def drain(self) -> None:
         """Waits for what others sent for a step that was skipped."""
         while self._stale:
-            self._stale.popitem()[1][1]()
+            _, (_, read) = self._stale.popitem()
+            read()
 
     def stop_step(self) -> None:
         """Sends data that have not filled a message."""
@@ -171,6 +173,7 @@ class Exchange:
             )
 
     def _later(self, kind: MessageKind, outgoing: Mapping[int, Tensor], expected: Shapes) -> Read:
+        """Adds a call to the message of its range, which is sent once it is full; returns how to read it."""
         dtype = next(x.dtype for x in (*outgoing.values(), *expected.values()))
         group = self._ranges.setdefault((kind, dtype), _Range())
         read = group.add(outgoing, expected)
@@ -200,11 +203,11 @@ class _Input:
 class Constants:
     """Results of modules that are given a text only, in one call of the model, over the steps of one request.
 
-    Nothing is believed: an input is copied, and as long as the next step brings an equal one, the result is given
-    again. A first unequal one ends this for the request. A tensor that has not been written to since, which its
-    version tells without a look at the device, is equal; so is a result that was given again. Others, such as
-    prompts that a closure concatenates in every step, are compared, for which the host waits: once for all modules
-    that are given it. Tensors made under `torch.inference_mode` have no version, so what they are given to runs.
+    An input is copied, and as long as the next step brings an equal one, the stored result is returned; a first
+    unequal one ends this for the request. A tensor that has not been written to since, which its version tells
+    without a look at the device, is equal; so is a stored result. Others, such as prompts that a closure
+    concatenates in every step, are compared, for which the host waits: once for all modules that are given it.
+    Tensors made under `torch.inference_mode` have no version, so modules that are given these run.
 
     Args:
         candidates: Names of modules.
@@ -230,9 +233,10 @@ class Constants:
             if out._version == version:  # the model may write into what it gets
                 return out
         else:
-            equals = (each for each in self._inputs if each.is_in(x))
-            entry = next(equals, None) or _Input(x.clone(), x, x._version)
-            self._inputs = [*(other for other in self._inputs if other is not entry), entry]
+            entry = next((each for each in self._inputs if each.is_in(x)), None)
+            if entry is None:
+                entry = _Input(x.clone(), x, x._version)
+                self._inputs.append(entry)
         out = compute()
         if not out.is_inference():
             self._stored[name] = entry, out, out._version

@@ -149,7 +149,7 @@ class DistriFusionRun(Run):
     """State of one request on this rank.
 
     Attributes:
-        settings: Of the model; one of others is looked at again.
+        settings: Digest of the settings of the model; one with others is analysed again.
     """
 
     sampler: DistriFusion
@@ -168,28 +168,17 @@ class DistriFusionRun(Run):
     def run(self, on_step: Callable[[int], None] | None) -> Tensor:
         """Runs all steps, on whole latents."""
         request, sampler = self.request, self.sampler
-        mode, warmup_steps = sampler.mode, sampler.warmup_steps
-        by_itself = warmup_steps == "auto"  # the warm-up ends at the beginning of any step
         loop, latents = request.loop(), request.latents
-        before: Tensor | None = None
-        settled, sampler.num_synchronous = False, 0
+        given_before: Tensor | None = None
+        is_settled, sampler.num_synchronous = False, 0
         for index in range(request.num_steps):
-            if by_itself and not settled:
-                now = request.scaler.scale(latents, index)
-                if before is not None:
-                    change = self._links.broadcast_object(partial(_change, before, now))
-                    settled = change < sampler.settled
-                before = now
-            warm = not settled if by_itself else index < warmup_steps
-            # A step that a step cache skips leaves nothing to be read.
-            any_time = by_itself or request.cache is not None
-            next_may_be_displaced = mode == "displaced" and (any_time or index + 1 >= warmup_steps)
-            self._step = StepKind(
-                index,
-                synchronous=warm or mode == "synchronous",
-                alone=mode == "naive" and not warm,
-                keep=next_may_be_displaced and index < request.num_steps - 1,
-            )
+            if sampler.warmup_steps == "auto" and not is_settled:
+                given = request.scaler.scale(latents, index)
+                if given_before is not None:
+                    change = self._links.broadcast_object(partial(_change, given_before, given))
+                    is_settled = change < sampler.settled
+                given_before = given
+            self._step = self._kind_of_step(index, is_settled)
             sampler.num_synchronous += self._step.synchronous
             self._num_calls = 0
             self.cache.begin(index)
@@ -201,6 +190,21 @@ class DistriFusionRun(Run):
             if on_step is not None:
                 on_step(index)
         return latents
+
+    def _kind_of_step(self, index: int, is_settled: bool) -> StepKind:
+        """Returns the data of other bands that a step may read; `is_settled` ends an automatic warm-up."""
+        mode, warmup_steps = self.sampler.mode, self.sampler.warmup_steps
+        automatic = warmup_steps == "auto"
+        in_warmup = not is_settled if automatic else index < warmup_steps
+        # An automatic warm-up may end with any step; one that a step cache skips leaves nothing to be read.
+        any_time = automatic or self.request.cache is not None
+        next_may_be_displaced = mode == "displaced" and (any_time or index + 1 >= warmup_steps)
+        return StepKind(
+            index,
+            synchronous=in_warmup or mode == "synchronous",
+            alone=mode == "naive" and not in_warmup,
+            keep=next_may_be_displaced and index < self.request.num_steps - 1,
+        )
 
     def call(self, site: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answers a call of the model: runs it on the band, and returns the whole prediction."""
@@ -215,7 +219,6 @@ class DistriFusionRun(Run):
     def _band_call(self, call: ModelCall) -> BandCall:
         """Returns the `BandCall` of the next call of a step; the first step makes it."""
         kind, index = (call.signature(), self.settings), self._num_calls
-        analyses = self.sampler.analyses
         if index < len(self.calls):
             before, band_call = self.calls[index]
             if before != kind:
@@ -226,24 +229,29 @@ class DistriFusionRun(Run):
             return band_call
         if self._step.index > 0:
             self._check_number_of_calls(index + 1)
+        analyses = self.sampler.analyses
         if kind not in analyses:
-
-            def look() -> CallAnalysis:
-                with needing_memory("to be looked at, on all rows at once,", _WITHOUT_A_LOOK):
-                    analysis = analyse(call)
-                Bands.split(call.latents.shape[-2], self._links.num_ranks, analysis.unit, 0)
-                return analysis
-
-            with self.stopwatch.learning(), self.cache.off():
-                shared: CallAnalysis = self._links.broadcast_object(look)
-                if self.sampler.verify:
-                    traffic = self._links.traffic.copy()
-                    self._compare(shared, call)
-                    vars(self._links.traffic).update(vars(traffic))
-                analyses[kind] = shared
+            analyses[kind] = self._analysed(call)
         new = self._new_call(analyses[kind])
         self.calls.append((kind, new))
         return new
+
+    def _analysed(self, call: ModelCall) -> CallAnalysis:
+        """Analyses a call on rank 0, and compares it on bands with a plain one; collective."""
+
+        def look() -> CallAnalysis:
+            with needing_memory("to be looked at, on all rows at once,", _WITHOUT_A_LOOK):
+                analysis = analyse(call)
+            Bands.split(call.latents.shape[-2], self._links.num_ranks, analysis.unit, 0)
+            return analysis
+
+        with self.stopwatch.learning(), self.cache.off():
+            analysis: CallAnalysis = self._links.broadcast_object(look)
+            if self.sampler.verify:
+                traffic = self._links.traffic.copy()
+                self._compare(analysis, call)
+                vars(self._links.traffic).update(vars(traffic))  # which is none of the request's
+        return analysis
 
     def _check_number_of_calls(self, num_calls: int) -> None:
         if num_calls != len(self.calls):
@@ -327,7 +335,7 @@ def emulate(
         link: Latency and bandwidth of messages; None for no delay.
         on_step: Called by band 0.
         timeout_s: Longest wait, in seconds.
-        options: Of `DistriFusion`.
+        options: Options of `DistriFusion`.
 
     Returns:
         The final latents, and the samplers of all bands with their statistics.

@@ -34,8 +34,8 @@ class AttentionCall(NamedTuple):
         place: Number of the block call, and of the attention call inside it.
         tokens: Owners of its keys.
         attend: Torch's attention.
-        options: Of it, besides the mask.
-        q: `(B, heads, tokens, width)`; of the tokens of the part, and of a ghost if the block is fed one.
+        options: Options of attention, without the mask.
+        q: `(B, heads, tokens, width)`; of the tokens of the part, and of a dummy text token if the block needs one.
         k: `(B, key heads, tokens, width)`, likewise.
         v: `(B, key heads, tokens, width of values)`, likewise.
         mask: Over the keys of the part, or over all keys.
@@ -62,18 +62,19 @@ class AttentionCall(NamedTuple):
         Raises:
             LayoutError: It differs from query to query.
         """
-        num_fed = len(self.tokens.fed(self.part))
-        if self.mask is None or not self.mask.shape[-1] == num_fed != self.tokens.size:
+        num_keys = len(self.tokens.input_of(self.part))
+        is_of_part = self.mask is not None and self.mask.shape[-1] == num_keys != self.tokens.size
+        if not is_of_part:
             return None
         if self.mask.shape[-2] != 1:
             raise LayoutError(
                 f"{self.block.name} makes an attention mask of shape {tuple(self.mask.shape)} from its tokens; "
                 "parts of the tokens need one that is the same for all queries"
             )
-        return self.tokens.own_among_fed(self.part).take(self.mask, -1)
+        return self.tokens.own_in_input(self.part).take(self.mask, -1)
 
     def answer(self) -> Tensor:
-        """Returns what attention itself makes of it."""
+        """Computes attention of these queries to these keys."""
         return self.attend(self.q, self.k, self.v, attn_mask=self.mask, **self.options)
 
 
@@ -140,13 +141,13 @@ class KvCache:
     def attend(self, call: AttentionCall) -> Tensor:
         """Writes the part's keys and values, then attends to all that can be seen."""
         keys = self.in_shares(call)
-        mine = call.tokens.own_among_fed(call.part)  # a ghost's key and value belong to nobody
-        keys.put(call.own(), mine.take(call.k, -2), mine.take(call.v, -2))
-        if call.part.units is None or keys.whole is None:
+        own = call.tokens.own_in_input(call.part)  # a dummy token's key and value belong to nobody
+        keys.put(call.own(), own.take(call.k, -2), own.take(call.v, -2))
+        if call.part.units is None or keys.whole is None:  # a synchronous step
             return call.answer()
         (key, value), mask = keys.whole, keys.mask
-        if mask is not None and mask.shape[-2] == call.tokens.size > 1:
-            mask = call.tokens.fed(call.part).take(mask, -2)
+        if mask is not None and mask.shape[-2] == call.tokens.size > 1:  # one row for each query
+            mask = call.tokens.input_of(call.part).take(mask, -2)
         written = self._buffers[call.place].written
         if self._hide_unseen and len(written) < len(self._patches):
             seen = self._keys_of(call, written)
@@ -158,29 +159,29 @@ class KvCache:
         """Begins a call of attention whose keys and values come one share after the other.
 
         Args:
-            call: Its part is that of all shares together, and has no ghost; its keys and values are those of one of
-                the shares, and their number of tokens does not matter.
+            call: Its part is that of all shares together, without dummy text; its keys and values are those of one
+                of the shares, and their number of tokens does not matter.
         """
         if call.part.units is None:
-            views = self._place_of_samples(call) if self.keeps else None
+            views = self._synchronous_buffers(call) if self.keeps else None
             return KeysInShares(views, call.mask)
         buffer = self._buffer(call, len(call.k))
-        mask = self._over_all_keys(call, buffer)
+        mask = self._mask_over_all_keys(call, buffer)
         visible = set(buffer.written if self._hide_unseen else self._patches)
         others = partial(self._keys_of, call, visible - {call.part})
         buffer.written.add(call.part)
         return KeysInShares((buffer.key, buffer.value), mask, others)
 
-    def _place_of_samples(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """Returns where to store what a synchronous step computes for all tokens of some samples."""
-        # Of other samples there may be one more or less.
-        all_samples = call.part.samples is None
-        num_samples = len(call.k) if all_samples else call.block.sizes[call.place[1]].batch
+    def _synchronous_buffers(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """Returns where a synchronous step, of all samples or of some, stores keys and values of all tokens."""
+        is_whole_batch = call.part.samples is None
+        # Of a microbatch, as many samples as a call on all of them had.
+        num_samples = len(call.k) if is_whole_batch else call.block.sizes[call.place[1]].batch
         samples = call.part.samples_of(num_samples)
         buffer, mask = self._buffer(call, num_samples), call.mask
         # Only masks made from tokens will be needed; they have one row for all queries.
         if mask is not None and mask.shape[-1] == call.tokens.size and mask.shape[-2] == 1:
-            if all_samples:
+            if is_whole_batch:
                 buffer.mask = mask.clone()
             else:
                 if buffer.mask is None:
@@ -189,22 +190,21 @@ class KvCache:
         buffer.written = set(self._patches)
         return buffer.key[samples], buffer.value[samples]
 
-    def _over_all_keys(self, call: AttentionCall, buffer: _Buffer) -> Tensor | None:
-        """Returns a mask over all keys, of one over the keys of a patch."""
+    def _mask_over_all_keys(self, call: AttentionCall, buffer: _Buffer) -> Tensor | None:
+        """Returns the mask of a call over all keys: one of the part's keys joins those of other patches."""
         mask = call.own_mask()
         if mask is None:
             return call.mask
         if buffer.mask is None:
             visible = True if mask.dtype == torch.bool else 0.0
             buffer.mask = mask.new_full((*mask.shape[:-1], call.tokens.size), visible)
-        mask = mask.expand(*buffer.mask.shape[:-1], mask.shape[-1])
-        call.own().put(buffer.mask, -1, mask)
+        call.own().put(buffer.mask, -1, mask.expand(*buffer.mask.shape[:-1], mask.shape[-1]))
         return buffer.mask
 
     def _buffer(self, call: AttentionCall, num_samples: int) -> _Buffer:
         if call.place not in self._buffers:
-            # Tokens of a head lie side by side, though most models make those of a token do: a patch reads all
-            # keys once for every few of its queries, and on CPUs that takes up to a fifth less time this way.
+            # In memory, tokens of a head follow each other, though most models order heads of a token so: a patch
+            # reads all keys once for every few of its queries: on CPUs that takes up to a fifth less time this way.
             key, value = (
                 x.new_zeros((num_samples, *x.shape[1:-2], call.tokens.size, x.shape[-1]))
                 for x in (call.k, call.v)

@@ -18,8 +18,9 @@ are run once (`tracing/glue.py`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +49,6 @@ from lightning_diffpipe.sampling.tracing.layout import (
     Place,
     TokenAxis,
     shapes_of_call,
-    without_memory,
 )
 
 Slices = list[Tensor]
@@ -65,10 +65,10 @@ class PartRunner:
 
     Attributes:
         stage: Blocks of this rank.
-        interception: Of the model's blocks, and of modules whose results are stored.
+        interception: Sites of the model's blocks, and of modules whose results are stored.
         attend: Function that computes attention.
         fill: Value of everything that must not be read.
-        step_cache: Modules of its that are `hooked` may be skipped.
+        step_cache: Step cache, of which modules that are `hooked` may be skipped.
     """
 
     layout: Layout
@@ -89,11 +89,7 @@ class PartRunner:
         self.attended: dict[Place, int] = {}
         # Results of each call without memory; nothing can be written into them, so that all runs share them.
         self.dummies = [block.dummy(self.fill, self.device) for block in layout.blocks]
-        self.local_dummies = {
-            place: without_memory(call.shape, self.fill, self.device)
-            for place, call in layout.glue.local.items()
-        }
-        places = layout.constants.keys() | layout.step_constants.keys() | layout.glue.local.keys()
+        places = layout.constants.keys() | layout.step_constants.keys()
         self.interception.watch(self.block_names | {name for _, name, _ in places})
         compiled = compiled_modules(self.interception.root)
         if any(compiled.values()) and not layout.attention_by_name:
@@ -162,18 +158,18 @@ class PartRun(Run):
     position: int = 0
 
     def __post_init__(self) -> None:
-        self.slices: dict[int, Slices] = {}
-        self._received: set[int] = set()
-        self._inside: int | None = None
-        self._num_attended = 0  # calls of attention in this block so far
+        self.slices: dict[int, Slices] = {}  # by call of a block
+        self._received: set[int] = set()  # visits whose message was received
+        self._inside: int | None = None  # the call of a block that runs
+        self._num_attended = 0  # calls of attention in it so far
         self._turns: Counter[tuple[int, str]] = Counter()
         self._storing = False
-        # Objects that stand for tokens of this part, by identity.
-        self._tokens_of: dict[int, _FullSize] = {}
-        self._cut: dict[Any, Tensor] = {}
+        self._stand_ins: dict[int, _StandIn] = {}  # by identity
+        self._pieces: dict[Any, Tensor] = {}  # tokens cut out of arguments
         self._held: list[Tensor] = []  # so that identities stay what they are
-        self._hands_on = self.part.units is not None and self.part.samples is None
-        self._hands_on &= not self.runner.layout.ghost
+        # Objects of full size stand for tokens only where a block is given just these.
+        of_all_samples = self.part.units is not None and self.part.samples is None
+        self._uses_stand_ins = of_all_samples and not self.runner.layout.dummy_text
 
     # --- what an interception asks ------------------------------------------------------------------
 
@@ -188,35 +184,43 @@ class PartRun(Run):
     # --- blocks ---------------------------------------------------------------------------------------
 
     def _block(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answers the next call of a block: runs it if it is of this rank, and sends what later ranks read."""
         layout, stage = self.runner.layout, self.runner.stage
         if self.position >= len(layout.blocks) or layout.blocks[self.position].name != site.name:
             raise LayoutError(
                 f"block call {self.position} is {site.name}, the probe saw another sequence of calls"
             )
         here, self.position = self.position, self.position + 1
-        block = layout.blocks[here]
-        if here not in stage.own:
-            is_read = here in stage.incoming[stage.visit_of[here]]
-            return self._whole(here) if is_read else block.nested(self.runner.dummies[here])
-        self.slices[here] = self._execute(here, site, args, kwargs)
         visit = stage.visit_of[here]
+        if here not in stage.own:
+            if here in stage.incoming[visit]:
+                return self._whole(here)
+            return layout.blocks[here].nested(self.runner.dummies[here])
+        self.slices[here] = self._execute(here, site, args, kwargs)
         if here == stage.ends[visit]:
             if stage.outgoing[visit]:
-                for c in stage.outgoing[visit]:
-                    shapes = list(map(TensorShape.of, self._slices(c)))
-                    if shapes != (expected := layout.blocks[c].shapes(self.part)):
-                        raise LayoutError(
-                            f"{layout.blocks[c].name} returned {shapes}, and the next rank expects {expected}; "
-                            "take method=single"
-                        )
-                self.send([x for c in stage.outgoing[visit] for x in self._slices(c)])
+                self._send_results(stage.outgoing[visit])
             if self.stops and visit == len(stage.ends) - 1:
                 raise _Stop
         return self._whole(here)
 
+    def _send_results(self, calls: Sequence[int]) -> None:
+        """Sends results of calls to the next rank, which knows their shapes from the layout."""
+        for call in calls:
+            block, shapes = (
+                self.runner.layout.blocks[call],
+                list(map(TensorShape.of, self._slices(call))),
+            )
+            if shapes != (expected := block.shapes(self.part)):
+                raise LayoutError(
+                    f"{block.name} returned {shapes}, and the next rank expects {expected}; take method=single"
+                )
+        self.send([x for call in calls for x in self._slices(call)])
+
     def _execute(
         self, here: int, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Slices:
+        """Runs a block on the tokens of the part; returns these tokens of its results."""
         block = self.runner.layout.blocks[here]
         flat, spec = pytree.tree_flatten((args, kwargs))
         for leaf, tokens in block.inputs.items():
@@ -226,73 +230,68 @@ class PartRun(Run):
                     f"{tokens.size}; requests of other shapes need a layout of their own"
                 )
         args, kwargs = pytree.tree_unflatten(self._cut_arguments(block, flat), spec)
-        self._inside = here
         is_plain = site.name in self.runner.run_plainly
         run = site.module._call_impl if is_plain else site.diffpipe_original
+        self._inside, self._num_attended = here, 0
         try:
-            with self.runner.attention_answered_by(self._attention(here, block)):
+            with self.runner.attention_answered_by(partial(self._attend, block)):
                 out = run(*args, **kwargs)
         finally:
             self._inside = None
         leaves, slices = pytree.tree_leaves(out), []
         for leaf, tokens in sorted(block.outputs.items()):
-            mine = tokens.own_among_fed(self.part)
-            slices.append(as_received(mine.take(leaves[leaf], tokens.axis)))
+            own = tokens.own_in_input(self.part)
+            slices.append(as_received(own.take(leaves[leaf], tokens.axis)))
         return slices
 
     def _cut_arguments(self, block: Block, flat: list[Any]) -> list[Any]:
-        if not self._hands_on:
+        """Cuts the arguments of a block to the part; what stands for its tokens is replaced by these."""
+        if not self._uses_stand_ins:
             return cut_arguments(block, flat, self.part)
         flat = list(flat)
         for leaf, tokens in block.inputs.items():
-            x, slices = flat[leaf], self._known_slices(flat[leaf], tokens)
-            if slices is not None:
-                flat[leaf] = slices
+            x, stand_in = flat[leaf], self._stand_ins.get(id(flat[leaf]))
+            if stand_in is not None and stand_in.tokens is tokens:
+                # A block may write into its arguments; other readers must not see that.
+                slices = stand_in.slices
+                flat[leaf] = slices if stand_in.is_read_once else slices.clone()
                 continue
-            # Tables of rope are the same object for many blocks, and often for all steps.
+            # Tables of rope are the same object for many blocks, and often for all steps: they are cut once.
             selection = tokens.owned(self.part)
             key = (id(x), tokens.axis, id(selection))
-            pieces = self.runner.of_request if id(x) in self.runner.of_request else self._cut
+            pieces = self.runner.of_request if id(x) in self.runner.of_request else self._pieces
             if key not in pieces:
                 pieces[key] = selection.take(x, tokens.axis)
                 self._held.append(x)
             flat[leaf] = pieces[key]
         return flat
 
-    def _known_slices(self, x: Any, tokens: TokenAxis) -> Tensor | None:
-        """Returns the tokens of this part that an object of full size stands for."""
-        full = self._tokens_of.get(id(x))
-        if full is None or full.tokens is not tokens:
-            return None
-        # Who is given them may change them; nobody else must see that.
-        return full.slices if full.is_read_once else full.slices.clone()
-
-    def _attention(self, here: int, block: Block) -> Callable[..., Tensor]:
-        self._num_attended = 0
-
-        def handler(
-            attend: Attend, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **options: Any
-        ) -> Tensor:
-            number = self._num_attended
-            self._num_attended += 1
-            if number >= len(block.attention):
-                raise LayoutError(
-                    f"{block.name} calls attention more often than the {len(block.attention)} times that a probe "
-                    "has found, as with attention processors that a pipeline sets in its call; sample it with "
-                    "method=single"
-                )
-            tokens = block.attention[number]
-            if tokens is None:
-                return attend(q, k, v, attn_mask=attn_mask, **options)
-            if options.get("is_causal"):
-                raise LayoutError(f"{block.name} attends causally; patches would see the future")
-            place = (here, number)
-            call = AttentionCall(
-                place, block, tokens, self.part, attend, options, q, k, v, attn_mask
+    def _attend(
+        self,
+        block: Block,
+        attend: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        """Answers a call of attention inside a block."""
+        number, self._num_attended = self._num_attended, self._num_attended + 1
+        if number >= len(block.attention):
+            raise LayoutError(
+                f"{block.name} calls attention more often than the {len(block.attention)} times that a probe "
+                "has found, as with attention processors that a pipeline sets in its call; sample it with "
+                "method=single"
             )
-            return self.runner.attend(call)
-
-        return handler
+        tokens = block.attention[number]
+        if tokens is None:  # cross-attention, whose keys all ranks have
+            return attend(q, k, v, attn_mask=attn_mask, **options)
+        if options.get("is_causal"):
+            raise LayoutError(f"{block.name} attends causally; patches would see the future")
+        place = (self._inside, number)
+        call = AttentionCall(place, block, tokens, self.part, attend, options, q, k, v, attn_mask)
+        return self.runner.attend(call)
 
     def _slices(self, call: int) -> Slices:
         """Returns the part's tokens in the results of a call, own or received."""
@@ -300,14 +299,15 @@ class PartRun(Run):
         visit = stage.visit_of[call]
         if call not in self.slices and visit not in self._received:
             self._received.add(visit)
-            stream = iter(self.receive())
+            message = iter(self.receive())
             for c in stage.incoming[visit]:
-                self.slices[c] = [next(stream) for _ in self.runner.layout.blocks[c].outputs]
+                self.slices[c] = [next(message) for _ in self.runner.layout.blocks[c].outputs]
         return self.slices[call]
 
     def _whole(self, call: int) -> Any:
         """Returns the results of a call at full size; results that are unknown, or not read, are dummies."""
-        block, glue = self.runner.layout.blocks[call], self.runner.layout.glue
+        layout = self.runner.layout
+        block = layout.blocks[call]
         pieces = [(run.part, run.slices[call]) for run in self.earlier]
         pieces.append((self.part, self._slices(call)))
         leaves = [*self.runner.dummies[call]]
@@ -315,14 +315,14 @@ class PartRun(Run):
             if len(pieces) == 1 and self.part == WHOLE:
                 leaves[leaf] = pieces[0][1][i]
                 continue
-            if not self._hands_on or (call, leaf) not in glue.passed:
+            if not self._uses_stand_ins or (call, leaf) not in layout.passed:
                 owned = [(part, slices[i]) for part, slices in pieces]
-                axis = block.output_samples.get(leaf)
-                leaves[leaf] = self._full(block.results[leaf], tokens, owned, axis)
-            if self._hands_on:
-                once = len(self.runner.layout.readers[call]) == 1
-                full = _FullSize(leaves[leaf], pieces[-1][1][i], tokens, once)
-                self._tokens_of[id(leaves[leaf])] = full
+                samples = block.output_samples.get(leaf)
+                leaves[leaf] = self._full(block.results[leaf], tokens, owned, samples)
+            if self._uses_stand_ins:
+                full, is_read_once = leaves[leaf], len(layout.readers[call]) == 1
+                stand_in = _StandIn(full, pieces[-1][1][i], tokens, is_read_once)
+                self._stand_ins[id(full)] = stand_in
         return block.nested(leaves)
 
     def _full(
@@ -343,57 +343,56 @@ class PartRun(Run):
             tokens.owned(part).put(view, tokens.axis, values)
         return full
 
-    # --- modules whose result is stored, or that are local ---------------------------------------------
+    # --- modules whose result is stored ---------------------------------------------------------------
 
     def _module(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answers the call of a module that is no block."""
         where = BETWEEN if self._inside is None else self._inside
         place = (where, site.name, self._turns[where, site.name])
         self._turns[where, site.name] += 1
-        runner, layout = self.runner, self.runner.layout
-        results, stored = runner.of_step, layout.step_constants
+        layout, step_cache = self.runner.layout, self.runner.step_cache
         if place in layout.constants:
-            results, stored = runner.of_request, layout.constants
-        if place in stored:
-            # What was cut is of this part only, and must not be taken for another's.
-            is_whole = where == BETWEEN or stored[place] == shapes_of_call(args, kwargs)
-            key = (place, None if is_whole else self.part)
-            if key not in results:
-                self._storing = True
-                try:
-                    results[key] = site.diffpipe_original(*args, **kwargs)
-                finally:
-                    self._storing = False
-                if results is runner.of_request:  # held, so that identities stay what they are
-                    leaves = pytree.tree_leaves(results[key])
-                    results.update({id(x): x for x in leaves if isinstance(x, Tensor)})
-            return results[key]
-        call = layout.glue.local.get(place)
-        if where != BETWEEN and runner.step_cache and site.name in runner.step_cache.hooked:
+            return self._stored(self.runner.of_request, layout.constants, place, site, args, kwargs)
+        if place in layout.step_constants:
+            return self._stored(
+                self.runner.of_step, layout.step_constants, place, site, args, kwargs
+            )
+        if where != BETWEEN and step_cache and site.name in step_cache.hooked:
             before = self._num_attended
             out = site.diffpipe_original(*args, **kwargs)
             # One that is skipped leaves the numbers of calls after it as they are.
-            attended = runner.attended.setdefault(place, self._num_attended - before)
+            attended = self.runner.attended.setdefault(place, self._num_attended - before)
             self._num_attended = before + attended
             return out
-        if call is None or not self._hands_on:
-            return site.diffpipe_original(*args, **kwargs)
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        slices = self._known_slices(flat[call.leaf], call.given)
-        if slices is None:
-            return site.diffpipe_original(*args, **kwargs)
-        flat[call.leaf] = slices
-        args, kwargs = pytree.tree_unflatten(flat, spec)
-        part = site.diffpipe_original(*args, **kwargs)
-        if call.passed:
-            full = runner.local_dummies[place]
-        else:
-            full = self._full(call.shape, call.made, [(self.part, part)])
-        self._tokens_of[id(full)] = _FullSize(full, part, call.made, False)
-        return full
+        return site.diffpipe_original(*args, **kwargs)
+
+    def _stored(
+        self,
+        results: dict[Any, Any],
+        shapes: Mapping[Place, Any],
+        place: Place,
+        site: Site,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Returns a stored result, which the first call makes; `shapes` are those of arguments for all tokens."""
+        # What was cut is of this part only, and must not be taken for another's.
+        is_whole = place[0] == BETWEEN or shapes[place] == shapes_of_call(args, kwargs)
+        key = (place, None if is_whole else self.part)
+        if key not in results:
+            self._storing = True
+            try:
+                results[key] = site.diffpipe_original(*args, **kwargs)
+            finally:
+                self._storing = False
+            if results is self.runner.of_request:  # held, so that identities stay what they are
+                leaves = pytree.tree_leaves(results[key])
+                results.update({id(x): x for x in leaves if isinstance(x, Tensor)})
+        return results[key]
 
 
-class _FullSize(NamedTuple):
-    """An object of full size and the tokens of the part that it stands for."""
+class _StandIn(NamedTuple):
+    """An object of full size, perhaps without memory, and the tokens of the part that it stands for."""
 
     full: Tensor
     slices: Tensor

@@ -5,6 +5,8 @@ rank compares what the model will be given next with what it was given, and send
 they have it, they post no receive for what may be of another shape.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 import math
@@ -55,7 +57,7 @@ class PipeFusionRun:
     """State of one request on this rank, caches included.
 
     Attributes:
-        plan: Of the request; W is put in as soon as it is known.
+        plan: Plan of the request; W is put in as soon as it is known.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class PipeFusionRun:
         )
         self._loops = [request.loop() for _ in setting.patches]
         for loop in self._loops:
-            loop.is_stepped_elsewhere, loop.is_shared = not self._is_last, True
+            loop.steps_no_rows, loop.is_shared = not self._is_last, True
         self._loops[0].on_change = self._runner.of_request.clear
         # Of this rank, in steps that compute all tokens.
         self._own_units = self._shares(None, (0, 1))[1][self._sequence.rank].units
@@ -94,7 +96,7 @@ class PipeFusionRun:
             units = [shares[self._sequence.rank].units for shares in setting.shares]
             rows = [(u.start * layout.rows_per_unit, len(u) * layout.rows_per_unit) for u in units]
             schedulers = PatchSchedulers(request.scheduler, request.step_kwargs, rows, layout.axis)
-            self._schedulers = schedulers.going_on(request.stepped)
+            self._schedulers = schedulers.going_on(request.patch_schedulers)
         # Latents that the model got in the synchronous step before.
         self._given_before: Tensor | None = None
         # The newest rows, by call of the denoiser in a step.
@@ -127,51 +129,54 @@ class PipeFusionRun:
         return latents
 
     def _turns(self) -> Iterator[Turn]:
-        """Gives all turns in order, with their receives announced as soon as it is known what they are."""
-        turns, start = self.plan.turns, 0
-        layout, stage = self._setting.layout, self._setting.stages.stages[self._links.rank]
-        latents, last_step = self._request.latents, self.plan.num_steps - 1
-        while start < len(turns):
+        """Yields all turns in order. Their messages are expected as soon as the plan says what they are."""
+        start = 0
+        while start < len(turns := self.plan.turns):  # another plan, perhaps, once W is known
             ends = (turn.index + 1 for turn in turns[start:] if self.plan.decides_after(turn))
             stop = next(ends, len(turns))
             if not self._is_first:
-                self._hidden.expect(
-                    _Announced(
-                        turn.index,
-                        [s for c in calls for s in layout.blocks[c].shapes(part)]
-                        + [DECISION] * bool(self._stored_calls),
-                    )
-                    for turn in turns[start:stop]
-                    for part in [self._part(turn)]
-                    for calls in filter(None, stage.incoming)
-                )
+                self._hidden.expect(self._hidden_of(turns[start:stop]))
             elif not self._is_last:
-                self._returned.expect(
-                    _Announced(
-                        turn.index,
-                        [TensorShape.of(layout.take_rows(latents, part.units))]
-                        + [s for c in self._stored_calls for s in layout.blocks[c].shapes(part)],
-                    )
-                    for turn in turns[start:stop]
-                    if turn.step < last_step and (turn.patch is not None or turn.is_last)
-                    for part in [self._part(turn)]
-                )
+                self._returned.expect(self._returned_after(turns[start:stop]))
             yield from turns[start:stop]
-            turns, start = self.plan.turns, stop  # the plan may be another by now
+            start = stop
+
+    def _hidden_of(self, turns: Sequence[Turn]) -> Iterator[_Announced]:
+        """Yields the messages of hidden states that the rank before this one sends in some turns."""
+        layout, stage = self._setting.layout, self._setting.stages.stages[self._links.rank]
+        decision = [DECISION] * bool(self._stored_calls)
+        for turn in turns:
+            part = self._part(turn)
+            for calls in filter(None, stage.incoming):
+                shapes = [shape for call in calls for shape in layout.blocks[call].shapes(part)]
+                yield _Announced(turn.index, shapes + decision)
+
+    def _returned_after(self, turns: Sequence[Turn]) -> Iterator[_Announced]:
+        """Yields the messages of latents that the last rank sends after some turns."""
+        layout, latents = self._setting.layout, self._request.latents
+        for turn in turns:
+            if turn.step < self.plan.num_steps - 1 and (turn.patch is not None or turn.is_last):
+                part = self._part(turn)
+                rows = TensorShape.of(layout.take_rows(latents, part.units))
+                stored = [
+                    s for call in self._stored_calls for s in layout.blocks[call].shapes(part)
+                ]
+                yield _Announced(turn.index, [rows, *stored])
 
     def _run_turns(self, on_step: Callable[[int], None] | None) -> Tensor:
+        """Runs all turns; returns the latents, of which this rank knows the rows that it has stepped."""
         request = self._request
         latents = request.latents.clone()
         microbatches: list[PartRun] = []  # of a synchronous step, but for the last one
+        # A step that a step cache skips leaves no keys.
+        always_keeps = request.cache is not None
         for turn in self._turns():
             if turn.is_first:
-                keep = self.plan.may_be_last_synchronous(turn.step)
-                # A step that a step cache skips leaves no keys.
-                self._cache.keeps = keep or bool(
-                    request.cache and self.plan.num_synchronous < self.plan.num_steps
-                )
+                patches_follow = self.plan.num_synchronous < self.plan.num_steps
+                keeps = self.plan.may_be_last_synchronous(turn.step)
+                self._cache.keeps = keeps or (always_keeps and patches_follow)
                 self._runner.start_step()
-            self._take_back(turn, latents)
+            self._receive_latents(turn, latents)
             self._step_cache.begin(turn.step, turn.patch)
             loop, predict = self._loop_at(turn, latents)
             is_partial = turn.patch is None and not turn.is_last
@@ -224,35 +229,36 @@ class PipeFusionRun:
     def _loop_at(self, turn: Turn, latents: Tensor) -> tuple[Loop, Callable[[], Tensor]]:
         """Returns the loop of a turn's patch, and a function that runs it up to its prediction.
 
-        In synchronous steps the first loop predicts, and all others go along. The first rank reads the latents that
-        loops are given, and the last one steps its rows of them.
+        In synchronous steps the first loop predicts, and all others skip the step. The first rank reads the latents
+        that a loop is given, and the last one steps its rows of them; all else is not read.
         """
-        seen: Tensor | None = None  # what the loop itself has stepped, or begins with
+        given: Tensor | None = None  # the loop goes on from latents of its own
         if turn.step > 0 and self._schedulers is not None:
-            seen = latents if self._is_first else torch.full_like(latents, self._fill)
+            given = latents if self._is_first else torch.full_like(latents, self._fill)
             if self._is_last and not self._is_first:
                 layout, units = self._setting.layout, self._part(turn).units
-                layout.put_rows(seen, units, layout.take_rows(latents, units))
+                layout.put_rows(given, units, layout.take_rows(latents, units))
         loop = self._loops[turn.patch or 0]
         complete: Complete | None = None
         if loop.mixes and self._is_last:
             complete = functools.partial(self._completed, turn)
         if turn.patch is None and not turn.is_first:  # another microbatch
             return loop, functools.partial(loop.predict, again=True, complete=complete)
-        for other in self._loops[1:] if turn.patch is None else ():
-            other.skip(seen)
-        return loop, functools.partial(loop.predict, seen, complete=complete)
+        if turn.patch is None:
+            for other in self._loops[1:]:
+                other.skip(given)
+        return loop, functools.partial(loop.predict, given, complete=complete)
 
     def _completed(self, turn: Turn, number: int, prediction: Tensor) -> Tensor:
-        """Gives a prediction the rows of all patches, those of later ones from the step before, as keys are."""
+        """Fills in the rows of other patches, of later ones those of the step before, as with keys and values."""
         self._collect_rows(prediction, turn.patch, "prediction")
         if turn.patch is None:
             self._predictions[number] = prediction.clone()
             return prediction
-        layout, whole = self._setting.layout, self._predictions[number]
+        layout, newest = self._setting.layout, self._predictions[number]
         units = self._setting.patches[turn.patch].units
-        layout.put_rows(whole, units, layout.take_rows(prediction, units))
-        return whole.clone()
+        layout.put_rows(newest, units, layout.take_rows(prediction, units))
+        return newest.clone()
 
     def _collect_rows(self, x: Tensor, patch: int | None, kind: MessageKind) -> None:
         """Fills in the rows of a patch, or of all, that other ranks of the stage have."""
@@ -266,6 +272,7 @@ class PipeFusionRun:
             layout.put_rows(x, part.units, values)
 
     def _part(self, turn: Turn) -> Part:
+        """Returns the tokens and samples that this rank computes in a turn."""
         shared = self._shares(turn.patch, turn.microbatch)
         part = shared[1][self._sequence.rank]
         self._shared[part] = shared
@@ -293,23 +300,23 @@ class PipeFusionRun:
         last = links.num_ranks - 1
         if self._is_last:
             now = self._given(latents, turn.step + 1)
+            # Squared norms of the change and of the input.
             squares = torch.stack(
                 [x.double().square().sum() for x in (now - self._given_before, now)]
             )
-            num_ranks = self._sequence.num_ranks
-            if num_ranks > 1:  # every rank of the stage has rows of its own
-                shapes = [TensorShape.of(squares)] * num_ranks
+            if self._sequence.num_ranks > 1:  # every rank of the stage has rows of its own
+                shapes = [TensorShape.of(squares)] * self._sequence.num_ranks
                 gathered = start_all_gather(self._sequence, squares, shapes, "statistics")()
                 squares = torch.stack(gathered).sum(0)
             changed, size = squares.tolist()
-            settled = (math.sqrt(changed / size) if size else math.inf) < self._settled
+            is_settled = (math.sqrt(changed / size) if size else math.inf) < self._settled
             for rank in range(last):
-                decision = torch.tensor([settled], dtype=torch.uint8, device=links.device)
+                decision = torch.tensor([is_settled], dtype=torch.uint8, device=links.device)
                 links.send(decision, rank, "control")
         else:
             decision = links.receive(TensorShape((1,), torch.uint8), last, "control").wait()
-            settled = bool(decision.item())
-        if settled:
+            is_settled = bool(decision.item())
+        if is_settled:
             self.plan = replace(self.plan, warmup_steps=turn.step + 1)
 
     def _given(self, latents: Tensor, step: int) -> Tensor:
@@ -333,23 +340,20 @@ class PipeFusionRun:
 
     # --- latents, from the last rank back to the first --------------------------------------------------
 
-    def _take_back(self, turn: Turn, latents: Tensor) -> None:
-        """Waits for the rows this turn starts from; after a synchronous step all come at once."""
+    def _receive_latents(self, turn: Turn, latents: Tensor) -> None:
+        """Waits, on the first rank, for the rows that a turn starts from, which the last rank has stepped."""
         if not self._is_first or self._is_last:
             return
         if self._links.occupies_device:
             # When ranks are equally fast, the last rank now sends them. At the wait would be too late: it could not
             # compute on if it had to wait for its device, nor could then the ranks before it.
             self._returned.begin_upto(turn.index - (self._links.num_ranks - 1))
-        if turn.step == 0:
-            return
-        after_synchronous = turn.step <= self.plan.num_synchronous
-        if after_synchronous and not turn.is_first:
-            return
-        shapes, message = self._returned.take()
-        rows, *stored = unpack(message, shapes)
-        layout = self._setting.layout
         # After a synchronous step all rows come at once, on the first turn of the next.
+        after_synchronous = turn.step <= self.plan.num_synchronous
+        if turn.step == 0 or (after_synchronous and not turn.is_first):
+            return
+        layout, (shapes, message) = self._setting.layout, self._returned.take()
+        rows, *stored = unpack(message, shapes)
         units = self._own_units if after_synchronous else self._part(turn).units
         layout.put_rows(latents, units, rows)
         for number, call in enumerate(self._stored_calls):
@@ -381,6 +385,7 @@ class _Inbox:
         self._posted: deque[tuple[_Announced, Incoming]] = deque()
 
     def expect(self, messages: Iterable[_Announced]) -> None:
+        """Announces messages that come after those announced before."""
         self._to_come = itertools.chain(self._to_come, messages)
         if not self._posted:
             self._post()

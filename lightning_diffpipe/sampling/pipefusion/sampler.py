@@ -46,7 +46,7 @@ from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     SequenceMode,
 )
 from lightning_diffpipe.sampling.pipefusion.stages import Stages, measured_costs
-from lightning_diffpipe.sampling.rehearsal import Predict, rehearse, rehearse_sharing
+from lightning_diffpipe.sampling.rehearsal import rehearse, rehearse_sharing
 from lightning_diffpipe.sampling.report import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.request import Request, require_warmup
 from lightning_diffpipe.sampling.schedulers import is_elementwise
@@ -133,11 +133,11 @@ class PipeFusion:
         """
 
         def decide() -> tuple[int, Layout | None, tuple[int, ...]]:
-            """Returns the number of the layout, the layout if others do not have it yet, and where to cut."""
+            """Returns the number of the layout, the layout if it is new to other ranks, and where to cut."""
             layout, positions = self._decide(request)
-            for number, other in self._by_number.items():
-                if other is layout:
-                    return number, None, positions
+            known = [number for number, other in self._by_number.items() if other is layout]
+            if known:
+                return known[0], None, positions
             return max(self._by_number, default=-1) + 1, layout, positions
 
         # Rank 0 of the first stage decides for all of its stage, and each of these broadcasts to its pipeline.
@@ -153,45 +153,49 @@ class PipeFusion:
         self, layout: Layout, positions: Sequence[int], request: Request
     ) -> PipeFusionSetting:
         """Returns the setting of a request whose layout and split are known."""
-        stages = Stages.split(layout, positions)
-        units = layout.split_units(self.num_patches)
         n = self.sequence_links.num_ranks
-        # Text is computed with patch 0.
-        patches = tuple(Part(each, None if m else (0, 1)) for m, each in enumerate(units))
-        shares = tuple(
-            tuple(
-                Part(share, None if m else (k, n))
-                for k, share in enumerate(layout.split_range(each, n))
-            )
-            for m, each in enumerate(units)
-        )
+        patches, shares = list[Part](), list[tuple[Part, ...]]()
+        for m, units in enumerate(layout.split_units(self.num_patches)):
+            parts = layout.split_range(units, n)
+            # Text is computed with patch 0.
+            patches.append(Part(units, None if m else (0, 1)))
+            shares.append(tuple(Part(x, None if m else (k, n)) for k, x in enumerate(parts)))
         automatic = self.warmup_steps == "auto"
-        patches_flow = self.num_patches > 1 and (automatic or self.warmup_steps < request.num_steps)
-        # Shares of a synchronous step; the same for any number of ranks, since they decide about last bits.
-        microbatches = request.branches_in_batch if patches_flow else 1
-        if request.cache is not None:  # what is stored is of all samples
-            microbatches = 1
-        several_calls = len(layout.blocks) > len(layout.block_names)
-        if not layout.cuts_samples or (several_calls and request.begin is not None):
-            microbatches = 1
-        elif self.warmup_microbatches is not None:
-            if request.cache is not None and self.warmup_microbatches > 1:
-                raise ConfigurationError(
-                    f"warmup_microbatches={self.warmup_microbatches}: a step cache stores what it is given of all "
-                    "samples; leave it out, or cache="
-                )
-            microbatches = self.warmup_microbatches
-            layout.refuse_sample_shares(microbatches, "warmup_microbatches")
         plan = PipeFusionPlan(
             request.num_steps,
             request.num_steps if automatic else self.warmup_steps,
             self.num_patches,
             self.links.num_ranks,
-            microbatches,
+            self._num_microbatches(layout, request),
             automatic,
             n,
         )
-        return PipeFusionSetting(layout, stages, patches, shares, plan)
+        stages = Stages.split(layout, positions)
+        return PipeFusionSetting(layout, stages, tuple(patches), tuple(shares), plan)
+
+    def _num_microbatches(self, layout: Layout, request: Request) -> int:
+        """Returns the shares of the samples in synchronous steps.
+
+        They decide about last bits, and are therefore the same for any number of ranks.
+        """
+        num_asked = self.warmup_microbatches
+        several_calls = len(layout.blocks) > len(layout.block_names)
+        if not layout.cuts_samples or (several_calls and request.begin is not None):
+            return 1
+        if num_asked is not None:
+            if request.cache is not None and num_asked > 1:
+                raise ConfigurationError(
+                    f"warmup_microbatches={num_asked}: a step cache stores what it is given of all "
+                    "samples; leave it out, or cache="
+                )
+            layout.refuse_sample_shares(num_asked, "warmup_microbatches")
+            return num_asked
+        is_cut = self._has_turns_of_patches(request.num_steps) and request.cache is None
+        return request.branches_in_batch if is_cut else 1
+
+    def _has_turns_of_patches(self, num_steps: int) -> bool:
+        automatic = self.warmup_steps == "auto"
+        return self.num_patches > 1 and (automatic or self.warmup_steps < num_steps)
 
     def sample(
         self,
@@ -215,30 +219,28 @@ class PipeFusion:
                     self.statistics.num_synchronous = run.plan.num_synchronous
 
     def _rehearse_once(self, request: Request, setting: PipeFusionSetting) -> None:
-        """Rehearses the first request of a layout that is cut into patches."""
-        if not self.verify or not self._runs_in_parts(setting.plan):
+        """Rehearses the first request of a layout that is run in patches, or whose tokens ranks share."""
+        shares_tokens = self.steps_all_rows and self.sequence_links.num_ranks > 1
+        runs_in_parts = shares_tokens or self._has_turns_of_patches(request.num_steps)
+        if not self.verify or not runs_in_parts:
             return
-        number = next(n for n, layout in self._by_number.items() if layout is setting.layout)
-        if number not in self._rehearsed:
+        layout = setting.layout
+        number = next(n for n, other in self._by_number.items() if other is layout)
+        if number in self._rehearsed:
+            return
 
-            def predict(still: Request) -> Tensor:
-                plan = replace(
-                    setting.plan, num_steps=still.num_steps, warmup_steps=1, automatic=False
-                )
-                if still.num_steps == 1:
-                    plan = replace(plan, warmup_microbatches=1)
-                watch = Stopwatch(SamplingStatistics(), request.latents.device)
-                return PipeFusionRun(self, still, replace(setting, plan=plan), watch).run(None)
+        def predict(still: Request) -> Tensor:
+            plan = replace(setting.plan, num_steps=still.num_steps, warmup_steps=1, automatic=False)
+            if still.num_steps == 1:
+                plan = replace(plan, warmup_microbatches=1)
+            watch = Stopwatch(SamplingStatistics(), request.latents.device)
+            return PipeFusionRun(self, still, replace(setting, plan=plan), watch).run(None)
 
-            self._rehearse(request, setting.layout, predict)
-            self._rehearsed.add(number)
-
-    def _runs_in_parts(self, plan: PipeFusionPlan) -> bool:
-        patches_flow = plan.automatic or plan.num_synchronous < plan.num_steps
-        return self.num_patches > 1 and patches_flow
-
-    def _rehearse(self, request: Request, layout: Layout, predict: Predict) -> None:
-        rehearse(self.links, request, layout, self.num_patches, predict)
+        if shares_tokens:
+            rehearse_sharing(self.sequence_links, request, layout, predict)
+        else:
+            rehearse(self.links, request, layout, self.num_patches, predict)
+        self._rehearsed.add(number)
 
     def _refuse(self, layout: Layout, request: Request) -> None:
         """Raises ConfigurationError unless rows can be shared, and stepped separately."""
@@ -307,12 +309,6 @@ class SequenceParallel(PipeFusion):
     ) -> None:
         require_choice("mode", mode, list(SEQUENCE_MODES))
         super().__init__(model, sequence_links=links, sequence_mode=mode, axis=axis, verify=verify)
-
-    def _runs_in_parts(self, plan: PipeFusionPlan) -> bool:
-        return self.sequence_links.num_ranks > 1
-
-    def _rehearse(self, request: Request, layout: Layout, predict: Predict) -> None:
-        rehearse_sharing(self.sequence_links, request, layout, predict)
 
     def _refuse(self, layout: Layout, request: Request) -> None:
         layout.split_units(self.sequence_links.num_ranks, "the number of ranks")

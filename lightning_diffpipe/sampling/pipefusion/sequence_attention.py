@@ -43,6 +43,9 @@ from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Selection
 
 SequenceMode = Literal["ulysses", "ring"]
 
+Attended = tuple[Tensor, Tensor]
+"""Attention to some keys, and the logarithm of its normaliser; see `attention_part`."""
+
 _RING = "ring attention (mode='ring'; sequence_mode='ring' with method=pipefusion)"
 
 
@@ -70,43 +73,46 @@ class _OverRanks:
         """Attends to the tokens of all ranks; raises LayoutError for keys that ranks cannot divide."""
         self._refuse_keys(call)
         together, parts = self._share(call.part)
-        # Where the tokens of each part are, among those of all parts together.
-        owned = [call.tokens.owned(part) for part in parts]
-        whole = call.tokens.owned(together)
+        # Positions of each rank's tokens, among those of all ranks together.
+        owned, whole = [call.tokens.owned(part) for part in parts], call.tokens.owned(together)
         if whole.index is not None:
             places = [torch.searchsorted(whole.index, each.index) for each in owned]
             owned = [Selection(len(whole), index) for index in places]
-        mine = call.tokens.own_among_fed(call.part)
-        if (size := call.k.shape[-2]) != mine.size:
+        own = call.tokens.own_in_input(call.part)
+        if (size := call.k.shape[-2]) != own.size:
             raise LayoutError(
                 f"{call.block.name} attends to {size} tokens of rank {self._links.rank}, and the others expect "
-                f"{mine.size}: the block makes some by itself; take method=single"
+                f"{own.size}: the block makes some by itself; take method=single"
             )
-        q, k, v = (mine.take(x, -2) for x in (call.q, call.k, call.v))
-        mask = call.mask
-        own_mask = call.own_mask()
-        if own_mask is not None:  # made from tokens, of which others have more
-            lead = tuple(own_mask.shape[:-1])
-            mask = own_mask.new_zeros(*lead, owned[0].size)
-            pieces = exchange(
-                self._links,
-                dict.fromkeys(self._peers, own_mask),
-                {p: TensorShape((*lead, len(owned[p])), mask.dtype) for p in self._peers},
-                "sequence",
-            )
-            for rank, piece in (pieces | {self._links.rank: own_mask}).items():
-                owned[rank].put(mask, -1, piece)
-        tokens = call.tokens.without_ghost()
+        q, k, v = (own.take(x, -2) for x in (call.q, call.k, call.v))
+        own_mask, mask = call.own_mask(), call.mask
+        if own_mask is not None:
+            mask = self._gathered_mask(own_mask, owned)
+        tokens = call.tokens.without_dummy_text()
         whole_call = call._replace(tokens=tokens, part=together, q=q, k=k, v=v, mask=mask)
         out = self._attend(whole_call, owned)
-        if len(mine) == mine.size:
+        if len(own) == own.size:
             return out
-        with_ghost = out.new_zeros(*call.q.shape[:-1], out.shape[-1])
-        mine.put(with_ghost, -2, out)
-        return with_ghost
+        with_dummy_text = out.new_zeros(*call.q.shape[:-1], out.shape[-1])
+        own.put(with_dummy_text, -2, out)
+        return with_dummy_text
+
+    def _gathered_mask(self, own: Tensor, owned: Sequence[Selection]) -> Tensor:
+        """Returns a mask over the keys of all ranks, of masks that each makes from its own tokens."""
+        lead = tuple(own.shape[:-1])
+        pieces = exchange(
+            self._links,
+            dict.fromkeys(self._peers, own),
+            {peer: TensorShape((*lead, len(owned[peer])), own.dtype) for peer in self._peers},
+            "sequence",
+        )
+        mask = own.new_zeros(*lead, owned[0].size)
+        for rank, piece in (pieces | {self._links.rank: own}).items():
+            owned[rank].put(mask, -1, piece)
+        return mask
 
     def _refuse_keys(self, call: AttentionCall) -> None:
-        """Raises LayoutError if there are keys of others than the tokens that a block is fed."""
+        """Raises LayoutError if there are keys of others than the tokens that a block is given."""
         num_queries, num_keys = call.q.shape[-2], call.k.shape[-2]
         if num_queries != num_keys and int((call.tokens.owner < -1).sum()) != call.block.num_text:
             raise LayoutError(
@@ -116,7 +122,12 @@ class _OverRanks:
             )
 
     def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
-        """Does the same without ghosts, for tokens of all ranks at some positions."""
+        """Answers a call without dummy text, whose part is that of all ranks together.
+
+        Args:
+            call: Its query, key and value are those of this rank's tokens.
+            owned: Positions of the tokens of each rank among those of all ranks.
+        """
         raise NotImplementedError
 
 
@@ -142,6 +153,7 @@ class Ulysses(_OverRanks):
             )
 
     def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
+        """Trades tokens for heads, attends from all tokens with this rank's heads, and trades back."""
         me, mask = self._links.rank, call.mask
         _refuse_heads(call.q.shape[1], call.k.shape[1], self._links.num_ranks)
         heads, key_heads = self._heads(call.q.shape[1]), self._heads(call.k.shape[1])
@@ -151,22 +163,22 @@ class Ulysses(_OverRanks):
             pairs = zip((call.q, call.k, call.v), ranges, strict=True)
             return [x.narrow(1, each.start, len(each)) for x, each in pairs]
 
-        mine = heads_of(me)
+        own = heads_of(me)
         shapes = {
             peer: [
-                TensorShape((*x.shape[:-2], len(owned[peer]), x.shape[-1]), x.dtype) for x in mine
+                TensorShape((*x.shape[:-2], len(owned[peer]), x.shape[-1]), x.dtype) for x in own
             ]
             for peer in self._peers
         }
-        pieces = self._trade({peer: heads_of(peer) for peer in self._peers}, shapes)
-        q, k, v = (x.new_empty(*x.shape[:-2], owned[0].size, x.shape[-1]) for x in mine)
-        for rank, parts in (pieces | {me: mine}).items():
-            for full, x in zip((q, k, v), parts, strict=True):
-                owned[rank].put(full, -2, x)
-        if mask is not None and mask.ndim > 3 and mask.shape[1] > 1:
+        received = self._trade({peer: heads_of(peer) for peer in self._peers}, shapes)
+        q, k, v = (x.new_empty(*x.shape[:-2], owned[0].size, x.shape[-1]) for x in own)
+        for rank, parts in (received | {me: own}).items():
+            for of_all_tokens, x in zip((q, k, v), parts, strict=True):
+                owned[rank].put(of_all_tokens, -2, x)
+        if mask is not None and mask.ndim > 3 and mask.shape[1] > 1:  # one for each head
             mask = mask.narrow(1, heads[me].start, len(heads[me]))
-        call = call._replace(q=q, k=k, v=v, mask=mask)
-        return self._back(self._inner.attend(call), heads, owned)
+        out = self._inner.attend(call._replace(q=q, k=k, v=v, mask=mask))
+        return self._back(out, heads, owned)
 
     def _back(self, out: Tensor, heads: Sequence[range], owned: Sequence[Selection]) -> Tensor:
         """Trades heads of all tokens for tokens with all heads."""
@@ -222,24 +234,24 @@ class Ring(_OverRanks):
     """Keys and values of one rank after the other. Any number of heads will do."""
 
     def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
+        """Attends to the keys of one rank after the other, and merges the results by their normalisers."""
         links, me, n = self._links, self._links.rank, self._links.num_ranks
         q, k, v = call.q, call.k, call.v
         scale = call.options.get("scale") or 1 / math.sqrt(q.shape[-1])
         keys = self._inner.in_shares(call)
-        # Positions among all tokens, of positions among those of the part.
-        index = call.own().index
-        places = list(owned)
+        # Positions of each rank's tokens among all tokens; `owned` are those among the tokens of the part.
+        index, places = call.own().index, list(owned)
         if index is not None:
             places = [Selection(call.tokens.size, index[each.index]) for each in owned]
         if keys.mask is not None and keys.mask.shape[-2] == call.tokens.size > 1:
             keys.mask = places[me].take(keys.mask, -2)
-        total: tuple[Tensor, Tensor] | None = None
+        total: Attended | None = None
         for turn in range(n):
-            source, following = (me - turn) % n, (me - turn - 1) % n
+            source = (me - turn) % n  # whose keys k and v are
             if turn < n - 1:
+                num_tokens = len(owned[(source - 1) % n])
                 shapes = [
-                    TensorShape((*x.shape[:-2], len(owned[following]), x.shape[-1]), x.dtype)
-                    for x in (k, v)
+                    TensorShape((*x.shape[:-2], num_tokens, x.shape[-1]), x.dtype) for x in (k, v)
                 ]
                 before, after = (me - 1) % n, (me + 1) % n
                 expected = {before: packed_shape(shapes)}
@@ -248,8 +260,8 @@ class Ring(_OverRanks):
             if others is not None:
                 total = attention_part(q, *others, scale, call.attend)
             keys.put(places[source], k, v)
-            part = None if keys.mask is None else places[source].take(keys.mask, -1)
-            total = merged(total, attention_part(q, k, v, part, scale, call.attend))
+            mask = None if keys.mask is None else places[source].take(keys.mask, -1)
+            total = merged(total, attention_part(q, k, v, mask, scale, call.attend))
             if turn < n - 1:
                 k, v = unpack(coming.wait(), shapes)
         return total[0].to(q.dtype)
@@ -264,8 +276,6 @@ MOST_SCORE_BYTES = 1 << 26
 _WIDTHS = 8  # head sizes are multiples of it in the kernels of GPUs, which read 16 bytes at once
 
 _NORMALISER_ERROR = 0.1  # of a kernel in 8 bits; logarithms to another base differ by 1
-
-Attended = tuple[Tensor, Tensor]
 
 
 def attention_part(
@@ -284,7 +294,7 @@ def attention_part(
         v: `(batch, key heads, keys, width of values)`.
         mask: Boolean, false where a key is hidden, or what is added to scores. A query that sees none of these keys
             gets zeros, and a normaliser of minus infinity.
-        scale: Of scores.
+        scale: Factor of scores.
         attend: The attention that is asked for; a kernel of the user's computes if there is no mask.
 
     Returns:

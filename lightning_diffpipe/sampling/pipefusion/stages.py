@@ -84,8 +84,9 @@ class Stages:
         owners = tuple(tuple(names[a:b]) for a, b in itertools.pairwise(bounds))
         rank_of_name = {name: rank for rank, names in enumerate(owners) for name in names}
         rank_of = [rank_of_name[block.name] for block in layout.blocks]
-        descents = (after < before for before, after in itertools.pairwise(rank_of))
-        visit_of = tuple(itertools.accumulate(descents, initial=0))
+        # A call of an earlier rank after one of a later rank begins another visit.
+        begins = (after < before for before, after in itertools.pairwise(rank_of))
+        visit_of = tuple(itertools.accumulate(begins, initial=0))
         for visit in range(visit_of[-1] + 1):
             ranks = {rank for rank, at in zip(rank_of, visit_of, strict=True) if at == visit}
             if len(ranks) < len(owners):
@@ -94,6 +95,7 @@ class Stages:
                     f"blocks are called as {[block.name for block in layout.blocks]}. Choose a split in which "
                     "every call of the model passes through all ranks"
                 )
+        # From each rank to the next one; nothing comes before rank 0 or goes beyond the last.
         crossing = [_crossing(layout, rank_of, visit_of, rank) for rank in range(-1, len(owners))]
         stages = []
         for rank in range(len(owners)):

@@ -284,7 +284,7 @@ _LIBRARY.define(
 
 
 def _attend(*args: Any, kernel: str | None = None, **kwargs: Any) -> Tensor:
-    """Answers attention with a result that lies in memory as most kernels order it, tokens outside of heads."""
+    """Answers attention with a result in the memory order of most kernels, tokens outside of heads."""
     by = KernelsAnswered.by_name[kernel].answered if kernel else AttentionByName.answer
     return by(*args, **kwargs).transpose(-3, -2).contiguous().transpose(-3, -2)
 

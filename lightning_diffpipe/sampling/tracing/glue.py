@@ -1,13 +1,12 @@
-"""Work that need not run for every patch: code between blocks that looks at nothing, and constant modules.
+"""Work that need not run for every patch: results that are only passed on, and constant modules.
 
 Glue, the code between blocks, sees full shapes (`pipefusion/patch.py`), but most of it never looks into what a
-block returns: it hands it to the next. One run with stubbed blocks follows every result as an object through it:
+block returns: it passes it to the next one. One run with stubbed blocks follows every result as an object:
 
     block 0 ── x ── block 1 ── y ── norm_out ── proj_out ── unpatchify
 
-* x is *passed*: nothing but blocks gets it. It needs no memory; the next block takes the tokens of the part.
-* norm_out and proj_out are *local*: of a part of the tokens they make that part of what they make of all, whatever
-  their weights are. They run on the part, and y is passed, too.
+x is *passed*: nothing but blocks gets it. It needs no memory; the next block is given the tokens of the part. y is
+read by a module that is no block, and has its full size.
 
 Modules whose result is the same for every patch of a step, or in every step of a request, run once: the embedding
 of the timestep and what blocks make of it for modulation; keys and values of cross-attention, the projected prompt
@@ -28,28 +27,30 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.graph.calltree import Forward, callable_modules, forward_replaced
 from lightning_diffpipe.sampling.tracing.layout import (
     BETWEEN,
     Block,
-    Glue,
-    LocalCall,
     Place,
-    TokenAxis,
     shapes_of_call,
 )
-from lightning_diffpipe.sampling.tracing.marks import WithoutProducts, all_to_all, has_nan
-from lightning_diffpipe.sampling.tracing.repeats import BlockKinds, RepeatedCalls
+from lightning_diffpipe.sampling.tracing.marks import (
+    BlockKinds,
+    CallAnswer,
+    RepeatedCalls,
+    WithoutProducts,
+    all_to_all,
+    has_nan,
+)
 
 _LOOKS_AT_NO_NUMBER = {
     *(
@@ -59,179 +60,56 @@ _LOOKS_AT_NO_NUMBER = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__,
     torch.is_tensor, torch.is_floating_point,
 }  # fmt: skip
-_MIN_TOKENS = 3  # fewer may be broadcast
-_NEARLY = 0.05  # of the largest number; where numbers are this coarse, a module that is not local differs by more
 
 
-def find_glue(
-    run: Callable[[Callable[..., Any]], Tensor],
-    model: nn.Module,
-    blocks: list[Block],
-    constants: Collection[Place],
-    device: torch.device,
-    tried: Mapping[Place, LocalCall] | None = None,
-) -> Glue:
-    """Follows the results of blocks; `run` lets a function answer their calls, `tried` limits what may be local."""
-    follower = _Follower(model, blocks, constants, device, tried)
-    between, _ = _around_blocks(model, {block.name for block in blocks})
-    with forward_replaced(model, between, follower.make), follower:
-        follower.touch(run(follower.answer))
-    return follower.found()
+def find_passed(
+    run: Callable[[CallAnswer], Tensor], blocks: list[Block], device: torch.device
+) -> frozenset[tuple[int, int]]:
+    """Returns the results of blocks, as (call, leaf), that code between blocks only passes on to blocks.
 
-
-class _Followed(NamedTuple):
-    """An object that is followed: where it comes from, and which of its axes runs over tokens."""
-
-    value: Tensor
-    key: Any
-    tokens: TokenAxis
+    Args:
+        run: Runs `denoise`; the function it is given answers the calls of blocks.
+        blocks: Calls of blocks.
+        device: Device of the results of stubbed blocks.
+    """
+    follower = _Follower(blocks, device)
+    with follower:
+        prediction = run(follower.answer)
+    follower.note_read(prediction)
+    results = {(here, leaf) for here, block in enumerate(blocks) for leaf in block.outputs}
+    return frozenset(results - follower.read)
 
 
 class _Follower(TorchFunctionMode):
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: list[Block],
-        constants: Collection[Place],
-        device: torch.device,
-        tried: Mapping[Place, LocalCall] | None,
-    ) -> None:
+    """Stubs blocks, and follows their results as objects: one is read if a function of torch is given it.
+
+    Functions that ask for a shape or the like read no value.
+    """
+
+    def __init__(self, blocks: list[Block], device: torch.device) -> None:
         super().__init__()
-        self._model, self._blocks, self._constants, self._device = model, blocks, constants, device
-        self._tried = tried
-        self._known: dict[int, _Followed] = {}
-        self._touched: set[Any] = set()
-        self._local: dict[Place, LocalCall] = {}
-        self._turns: Counter[str] = Counter()
-        self._position, self._inside, self._storing = 0, 0, False
+        self.read: set[tuple[int, int]] = set()
+        self._blocks, self._device, self._num_calls = blocks, device, 0
+        # By identity; results are held, so that identities stay what they are.
+        self._results: dict[int, tuple[Tensor, tuple[int, int]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _LOOKS_AT_NO_NUMBER:
-            self.touch((args, kwargs or {}))
+            self.note_read((args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def touch(self, tree: Any) -> None:
+    def note_read(self, tree: Any) -> None:
         """Notes that the values of everything in a tree are read."""
-        for x in pytree.tree_leaves(tree):
-            if id(x) in self._known:
-                self._touched.add(self._known[id(x)].key)
+        leaves = pytree.tree_leaves(tree)
+        self.read |= {self._results[id(x)][1] for x in leaves if id(x) in self._results}
 
     def answer(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        here, self._position = self._position, self._position + 1
+        """Answers a call of a block with results without memory."""
+        here, self._num_calls = self._num_calls, self._num_calls + 1
         block = self._blocks[here]
         leaves = block.dummy(0.0, self._device)
-        for leaf, tokens in block.outputs.items():
-            self._follow(leaves[leaf], (here, leaf), tokens)
+        self._results |= {id(leaves[leaf]): (leaves[leaf], (here, leaf)) for leaf in block.outputs}
         return block.nested(leaves)
-
-    def make(self, name: str, forward: Forward) -> Forward:
-
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            if self._storing:
-                return forward(*args, **kwargs)
-            place = (BETWEEN, name, self._turns[name])
-            self._turns[name] += 1
-            if place in self._constants:
-                return self._within("_storing", forward, args, kwargs)
-            if self._inside:
-                return forward(*args, **kwargs)
-            return self._outermost(place, forward, args, kwargs)
-
-        return followed
-
-    def found(self) -> Glue:
-        block_results = {
-            (here, leaf) for here, block in enumerate(self._blocks) for leaf in block.outputs
-        }
-        local = {
-            place: call._replace(passed=place not in self._touched)
-            for place, call in self._local.items()
-        }
-        return Glue(frozenset(block_results - self._touched), local)
-
-    def _outermost(self, place: Place, forward: Forward, args: Any, kwargs: Any) -> Any:
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        leaves = [i for i, x in enumerate(flat) if id(x) in self._known]
-        source = self._known[id(flat[leaves[0]])] if len(leaves) == 1 else None
-        axis = source and self._axis_of_tokens(place, flat, spec, leaves[0], source.tokens)
-        if source is None or axis is None:
-            return self._within("_inside", forward, args, kwargs)
-        del self._known[id(source.value)]
-        out = self._within("_inside", forward, args, kwargs)
-        self._known[id(source.value)] = source
-        tokens = TokenAxis(axis, source.tokens.owner, source.tokens.num_text)
-        self._local[place] = LocalCall(leaves[0], source.tokens, tokens, TensorShape.of(out), False)
-        self._follow(out, place, tokens)
-        return out
-
-    def _axis_of_tokens(
-        self, place: Place, flat: list[Any], spec: Any, leaf: int, tokens: TokenAxis
-    ) -> int | None:
-        """Returns the axis of tokens in the result of a call that is local."""
-        if self._tried is not None:
-            call = self._tried.get(place)
-            if call is None or call.leaf != leaf or call.given != tokens:
-                return None
-            return call.made.axis
-        module = self._model.get_submodule(place[1])
-        before = self._known, self._storing
-        self._known, self._storing = {}, True  # what runs meanwhile is none of the request's
-        try:
-            return _axis_of_local(module, flat, spec, leaf, tokens.axis)
-        finally:
-            self._known, self._storing = before
-
-    def _within(self, flag: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        before = getattr(self, flag)
-        setattr(self, flag, True)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            setattr(self, flag, before)
-
-    def _follow(self, x: Tensor, key: Any, tokens: TokenAxis) -> None:
-        self._known[id(x)] = _Followed(x, key, tokens)
-
-
-def _axis_of_local(
-    module: nn.Module, flat: list[Any], spec: Any, leaf: int, axis: int
-) -> int | None:
-    """Returns the axis of tokens of a module's result, if it is local by a trial with random weights."""
-    tensor, size = flat[leaf], flat[leaf].shape[axis]
-    draw = torch.Generator(tensor.device).manual_seed(0)
-
-    def random(like: Tensor) -> Tensor:
-        drawn = torch.randn(like.shape, generator=draw, device=like.device)
-        return drawn.to(like.dtype)
-
-    def run(tokens: Tensor) -> Tensor | None:
-        cut = [tokens.contiguous() if i == leaf else x for i, x in enumerate(flat)]
-        args, kwargs = pytree.tree_unflatten(cut, spec)
-        try:
-            out = torch.func.functional_call(module, weights, args, kwargs)
-        except (RuntimeError, IndexError, ValueError):
-            return None
-        return out if isinstance(out, Tensor) and out.is_floating_point() else None
-
-    if size < _MIN_TOKENS or not tensor.is_floating_point():
-        return None
-    weights = {n: random(p) for n, p in module.named_parameters() if p.is_floating_point()}
-    x, cut = random(tensor), size // 3
-    if (whole := run(x)) is None:
-        return None
-    axes = [a for a in range(whole.ndim) if whole.shape[a] == size]
-    for start, length in ((0, cut), (cut, size - cut)):
-        part = run(x.narrow(axis, start, length))
-        axes = [a for a in axes if _close(part, whole.narrow(a, start, length))]
-    return axes[0] if axes else None
-
-
-def _close(part: Tensor | None, expected: Tensor) -> bool:
-    if part is None or part.shape != expected.shape:
-        return False
-    scale = max(float(expected.abs().amax()), 1.0)
-    difference = float((part - expected).abs().amax())
-    return difference <= min(256 * torch.finfo(expected.dtype).eps, _NEARLY) * scale
 
 
 Run = Callable[..., Tensor]
@@ -258,47 +136,73 @@ def find_invariants(
     names = between | {n for n in inside if any(True for _ in model.get_submodule(n).parameters())}
     unknown = torch.full_like(latents, float("nan"))
 
-    def record(x: Tensor, at: Tensor, among: _Calls | None = None) -> _CallRecorder:
-        recorder = _CallRecorder(among, RepeatedCalls(kinds, by_value=True))
+    def record(x: Tensor, at: Tensor, earlier: _Calls | None = None) -> _CallRecorder:
+        recorder = _CallRecorder(earlier, RepeatedCalls(kinds, by_value=True))
         # What is not known stays so; equal numbers are looked for in the rest.
         with WithoutProducts(exactly=True), forward_replaced(model, names, recorder.make):
             run(x, at, recorder.wrap_block, all_to_all)
         return recorder
 
+    # The four runs of the table above.
     first = record(unknown, t)
-    here, sources, called = first.calls, first.sources, first.called
-    on_latents, later = record(latents, t, here), record(unknown, other_t, here)
-    in_step, in_request = _same(here, on_latents.calls), set[Place]()
+    calls = first.calls
+    on_latents, later = record(latents, t, calls), record(unknown, other_t, calls)
     others = [on_latents, later]
+    in_step, in_request = _same(calls, on_latents.calls), set[Place]()
     if not torch.equal(t, other_t):
         dtype = t.dtype if t.is_floating_point() else torch.get_default_dtype()
         with contextlib.suppress(Exception):  # not every model can take NaN
-            timeless = record(unknown, torch.full_like(t, float("nan"), dtype=dtype), here)
+            timeless = record(unknown, torch.full_like(t, float("nan"), dtype=dtype), calls)
             others.append(timeless)
-            if timeless.calls.keys() == here.keys():
-                unreached = {place for place, call in timeless.calls.items() if call.copies}
-                in_request = in_step & _same(here, later.calls) & unreached
-    if any(other.sources != sources for other in others):
-        return StoredShapes(), StoredShapes()
-    constants, step_constants, turns = StoredShapes(), StoredShapes(), Counter[tuple[int, str]]()
-    for place, call in here.items():
+            if timeless.calls.keys() == calls.keys():
+                without_nan = {place for place, call in timeless.calls.items() if call.copies}
+                in_request = in_step & _same(calls, later.calls) & without_nan
+    if any(other.sources != first.sources for other in others):
+        return {}, {}
+    constants, step_constants = _outermost(calls, in_step, in_request)
+    for stored in (constants, step_constants):
+        stored |= _in_repeated_blocks(stored, first.called, first.sources)
+    return constants, step_constants
+
+
+def _outermost(
+    calls: _Calls, in_step: Collection[Place], in_request: Collection[Place]
+) -> tuple[StoredShapes, StoredShapes]:
+    """Returns the constant calls that are inside no other, those of a request and those of a step.
+
+    Calls are numbered as they are at sampling, where modules inside a stored one are not called.
+    """
+    constants, step_constants = StoredShapes(), StoredShapes()
+    turns = Counter[tuple[int, str]]()
+    for place, call in calls.items():
         if any(outer in in_step for outer in call.around):
-            continue  # not counted, either: it comes but once
+            continue
         where, name, _ = place
         if place in in_step:
             stored = constants if place in in_request else step_constants
             stored[where, name, turns[where, name]] = call.shapes
         turns[where, name] += 1
-    for stored in (constants, step_constants):
-        of_call: dict[int, StoredShapes] = {}
-        for place, shapes in stored.items():
-            of_call.setdefault(place[0], {})[place] = shapes
-        for here_index, source in enumerate(sources):
-            for (_, name, turn), shapes in of_call.get(source, {}).items():
-                if name.startswith(f"{called[source]}."):  # else blocks share it
-                    name = called[here_index] + name.removeprefix(called[source])
-                stored[here_index, name, turn] = shapes
     return constants, step_constants
+
+
+def _in_repeated_blocks(
+    stored: StoredShapes, called: Sequence[str], sources: Sequence[int]
+) -> StoredShapes:
+    """Returns the places in calls of blocks that did not run, since an equal one ran in their place.
+
+    Args:
+        stored: Places in calls that ran.
+        called: Names of blocks, by call.
+        sources: For each call the one that ran in its place.
+    """
+    repeated = StoredShapes()
+    for here, source in enumerate(sources):
+        for (where, name, turn), shapes in stored.items():
+            if where == source:
+                if name.startswith(f"{called[source]}."):  # else blocks share it
+                    name = called[here] + name.removeprefix(called[source])
+                repeated[here, name, turn] = shapes
+    return repeated
 
 
 @dataclass
@@ -335,11 +239,11 @@ def _same(first: _Calls, second: _Calls) -> set[Place]:
 
 
 class _CallRecorder:
-    """Notes the calls of one run, in order.
+    """Records the calls of modules in one run, in order.
 
     Args:
-        among: Calls of an earlier run. Only what came out without NaN there is stored: of latents that are no NaN
-            it would be every activation of the model, twice. None keeps all.
+        earlier: Calls of an earlier run. Only what came out without NaN there is stored: of latents that are no NaN
+            it would be every activation of the model, twice. None stores all.
         repeats: Answers repeated calls of blocks.
 
     Attributes:
@@ -347,40 +251,41 @@ class _CallRecorder:
         sources: For each call of a block the number of the one that ran in its place.
     """
 
-    def __init__(self, among: _Calls | None, repeats: RepeatedCalls) -> None:
+    def __init__(self, earlier: _Calls | None, repeats: RepeatedCalls) -> None:
         self.calls: _Calls = {}
         self.called, self.sources = list[str](), repeats.sources
-        self._among, self._repeats = among, repeats
-        self._block, self._inside = BETWEEN, False
-        self._open: tuple[Place, ...] = ()
+        self._earlier, self._repeats = earlier, repeats
+        self._where = BETWEEN  # the call of a block that runs
+        self._open: tuple[Place, ...] = ()  # calls that have not returned
         self._turns: Counter[tuple[int, str]] = Counter()
 
     def wrap_block(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        self._block, self._inside = self._block + 1, True
+        """Runs a call of a block, or answers it as an equal one."""
+        self._where = len(self.called)
         self.called.append(name)
         try:
             return self._repeats.answer(name, args, kwargs, lambda: forward(*args, **kwargs))
         finally:
-            self._inside = False
+            self._where = BETWEEN
 
     def make(self, name: str, forward: Forward) -> Forward:
+        """Returns what stands for the forward of a module."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            where = self._block if self._inside else BETWEEN
+            where, around = self._where, self._open
             place = (where, name, self._turns[where, name])
             self._turns[where, name] += 1
             # Between blocks everything has its full shape.
-            shapes = shapes_of_call(args, kwargs) if self._inside else ()
-            around = self._open
+            shapes = () if where == BETWEEN else shapes_of_call(args, kwargs)
             call = self.calls[place] = _Call(around, shapes)
             self._open = (*around, place)
             try:
                 out = forward(*args, **kwargs)
             finally:
                 self._open = around
-            leaves, among = pytree.tree_leaves(out), self._among
-            is_kept = among is None or (place in among and bool(among[place].copies))
-            if is_kept and all(isinstance(x, Tensor) and not has_nan(x) for x in leaves):
+            leaves, earlier = pytree.tree_leaves(out), self._earlier
+            may_be_constant = earlier is None or (place in earlier and bool(earlier[place].copies))
+            if may_be_constant and all(isinstance(x, Tensor) and not has_nan(x) for x in leaves):
                 call.results, call.copies = leaves, [x.clone() for x in leaves]
             return out
 

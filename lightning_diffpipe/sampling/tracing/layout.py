@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -109,14 +109,14 @@ class TokenAxis:
         axis: Index of the axis.
         owner: For each index the unit, the text token (`text_token`), or `NOBODY`.
         num_text: Text tokens in the attention of the block, of which parts get shares.
-        ghost: Text tokens that some block cannot do without, by stream: of one of which a part has none, it is fed
-            the first.
+        dummy_text: Text tokens that some block cannot do without, by stream: a part that has none of a stream is
+            given the first one, whose result is dropped.
     """
 
     axis: int
     owner: Tensor
     num_text: int = 0
-    ghost: tuple[frozenset[int], ...] = ()
+    dummy_text: tuple[frozenset[int], ...] = ()
     _selected: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,47 +140,53 @@ class TokenAxis:
 
     def owned(self, part: Part) -> Selection:
         """Returns the tokens of a part."""
-        return self._select(part)
+        return self._select(part, with_dummy_text=False)
 
-    def fed(self, part: Part) -> Selection:
-        """Returns the tokens a block is fed for a part: its own, and perhaps a ghost."""
-        return self._select(part, self.ghost)
+    def input_of(self, part: Part) -> Selection:
+        """Returns the tokens a block is given for a part: its own, and perhaps dummy text."""
+        return self._select(part, with_dummy_text=bool(self.dummy_text))
 
-    def without_ghost(self) -> TokenAxis:
-        """Returns the same axis, of whose parts blocks are fed no more than their own."""
-        if self.ghost and "bare" not in self._selected:
+    def without_dummy_text(self) -> TokenAxis:
+        """Returns the same axis, of whose parts blocks are given no more than their own tokens."""
+        if self.dummy_text and "bare" not in self._selected:
             self._selected["bare"] = TokenAxis(self.axis, self.owner, self.num_text)
-        return self._selected["bare"] if self.ghost else self
+        return self._selected["bare"] if self.dummy_text else self
 
-    def _select(self, part: Part, ghost: tuple[frozenset[int], ...] = ()) -> Selection:
-        key = (part.units, part.text, bool(ghost))
-        if key in self._selected:
-            return self._selected[key]
-        index = None
-        if part.units is not None:
-            chosen = torch.zeros(self.size, dtype=torch.bool)
-            ranges = (part.units,) if isinstance(part.units, range) else part.units
-            for units in ranges:
-                chosen |= (self.owner >= units.start) & (self.owner < units.stop)
-            text, number = self.owner <= _FIRST_TEXT, _FIRST_TEXT - self.owner
-            k, n = part.text or (-1, 1)
-            first, stop = max(self.num_text * k // n, 0), self.num_text * (k + 1) // n
-            chosen |= text & (number >= first) & (number < stop)
-            for stream in ghost:  # decided alike on all axes, whichever tokens they have
-                if stream.isdisjoint(range(first, stop)):
-                    chosen |= self.owner == text_token(min(stream))
-            index = chosen.nonzero().squeeze(1)
-        self._selected[key] = Selection(self.size, index)
+    def _select(self, part: Part, with_dummy_text: bool) -> Selection:
+        key = (part.units, part.text, with_dummy_text)
+        if key not in self._selected:
+            index = None
+            if part.units is not None:
+                index = self._mask_of(part, with_dummy_text).nonzero().squeeze(1)
+            self._selected[key] = Selection(self.size, index)
         return self._selected[key]
 
-    def own_among_fed(self, part: Part) -> Selection:
-        """Returns the tokens of a part among those a block is fed for it: all, but for a ghost."""
+    def _mask_of(self, part: Part, with_dummy_text: bool) -> Tensor:
+        """Returns which tokens are of a part's units, or of its share of the text."""
+        mask = torch.zeros(self.size, dtype=torch.bool)
+        for units in (part.units,) if isinstance(part.units, range) else part.units:
+            mask |= (self.owner >= units.start) & (self.owner < units.stop)
+        share = range(0)  # numbers of the part's text tokens
+        if part.text is not None:
+            k, n = part.text
+            share = range(self.num_text * k // n, self.num_text * (k + 1) // n)
+            number = _FIRST_TEXT - self.owner  # negative for all that is no text
+            mask |= (number >= share.start) & (number < share.stop)
+        for stream in self.dummy_text if with_dummy_text else ():
+            # Decided by numbers, so alike on all axes, whichever tokens they have.
+            if stream.isdisjoint(share):
+                mask |= self.owner == text_token(min(stream))
+        return mask
+
+    def own_in_input(self, part: Part) -> Selection:
+        """Returns the tokens of a part among those a block is given for it: all, but for dummy text."""
         key = (part.units, part.text, "own")
         if key not in self._selected:
-            owned, fed = self.owned(part).index, self.fed(part)
-            is_own = None if owned is None else torch.isin(fed.index, owned).nonzero().squeeze(1)
-            has_ghost = is_own is not None and len(is_own) < len(fed)
-            self._selected[key] = Selection(len(fed), is_own if has_ghost else None)
+            owned, given = self.owned(part), self.input_of(part)
+            is_own = None
+            if len(owned) < len(given):
+                is_own = torch.isin(given.index, owned.index).nonzero().squeeze(1)
+            self._selected[key] = Selection(len(given), is_own)
         return self._selected[key]
 
 
@@ -196,11 +202,11 @@ class AttentionSize:
     """One call of attention.
 
     Attributes:
-        heads: Of queries.
-        key_heads: Of keys and values; fewer than `heads` with grouped queries.
+        heads: Heads of queries.
+        key_heads: Heads of keys and values; fewer than `heads` with grouped queries.
         head_size: Width of a query or key.
         value_size: Width of a value.
-        element_bytes: Of one number.
+        element_bytes: Bytes of one number.
     """
 
     batch: int
@@ -218,8 +224,9 @@ class Block:
     Attributes:
         inputs: Token axes of arguments, by position among the leaves of `(args, kwargs)`.
         outputs: Token axes of results, by position among the leaves.
-        attention: Of the keys of each attention call; None for cross-attention, whose keys belong to nobody.
-        sizes: Of each attention call, cross-attention included.
+        attention: Token axis of the keys of each attention call; None for cross-attention, whose keys belong to
+            nobody.
+        sizes: Size of each attention call, cross-attention included.
         needs_text: It cannot run without text tokens.
         cuts_samples: It can run on a part of the samples.
         input_samples: Axes of arguments that count samples.
@@ -289,43 +296,13 @@ def without_memory(shape: TensorShape, fill: float, device: torch.device) -> Ten
     return torch.full((), fill, dtype=shape.dtype, device=device).expand(shape.shape)
 
 
-class LocalCall(NamedTuple):
-    """A call of a module between blocks that treats every token alike.
-
-    Attributes:
-        leaf: Index of the argument with the tokens, among the leaves of `(args, kwargs)`.
-        given: Tokens of that.
-        made: Tokens of the result.
-        passed: The result is passed; see `Glue`.
-    """
-
-    leaf: int
-    given: TokenAxis
-    made: TokenAxis
-    shape: TensorShape
-    passed: bool
-
-
-@dataclass(frozen=True)
-class Glue:
-    """Results that code between blocks only passes on, and modules there that can be run on some tokens.
-
-    Attributes:
-        passed: Results of blocks, as (call, leaf), that it only hands on to blocks and to local calls.
-        local: Calls of modules that can be run on some tokens.
-    """
-
-    passed: frozenset[tuple[int, int]] = frozenset()
-    local: Mapping[Place, LocalCall] = field(default_factory=dict)
-
-
 @dataclass
 class Layout:
     """All properties of a model by which it runs in parts, for one shape of latents.
 
     Attributes:
         blocks: Calls of blocks in one call of `denoise`, in order.
-        axis: Of the latents, that is cut, from the end.
+        axis: Axis of the latents that is cut, from the end.
         num_rows: Length of that axis.
         rows_per_unit: Rows that belong together.
         readers: For each call, the calls that read its result through code between blocks;
@@ -333,6 +310,7 @@ class Layout:
         constants: Modules whose result is the same at every step, by place, with the shapes of their
             arguments in a run on all tokens.
         step_constants: Calls whose result is the same for every patch of a step.
+        passed: Results of blocks, as (call, leaf), that code between blocks only passes on to blocks.
         attention_by_name: Blocks look up attention by its name whenever they call it.
         glue_parameters: Parameters inside blocks that code between blocks reads.
     """
@@ -344,7 +322,7 @@ class Layout:
     readers: list[frozenset[int]]
     constants: dict[Place, Any] = field(default_factory=dict)
     step_constants: dict[Place, Any] = field(default_factory=dict)
-    glue: Glue = field(default_factory=Glue)
+    passed: frozenset[tuple[int, int]] = frozenset()
     attention_by_name: bool = False
     glue_parameters: frozenset[str] = frozenset()
 
@@ -353,22 +331,17 @@ class Layout:
         unique: dict[Any, TokenAxis] = {}
 
         def one(tokens: TokenAxis) -> TokenAxis:
-            key = tokens.axis, tokens.num_text, tokens.ghost, tuple(tokens.owner.tolist())
+            key = tokens.axis, tokens.num_text, tokens.dummy_text, tuple(tokens.owner.tolist())
             return unique.setdefault(key, tokens)
 
         for block in self.blocks:
             block.inputs = {leaf: one(tokens) for leaf, tokens in block.inputs.items()}
             block.outputs = {leaf: one(tokens) for leaf, tokens in block.outputs.items()}
             block.attention = [tokens and one(tokens) for tokens in block.attention]
-        local = {
-            place: call._replace(given=one(call.given), made=one(call.made))
-            for place, call in self.glue.local.items()
-        }
-        self.glue = Glue(self.glue.passed, local)
 
     @property
-    def ghost(self) -> bool:
-        """Some block cannot run without text tokens, so that parts without are fed one, whose result is dropped."""
+    def dummy_text(self) -> bool:
+        """Some block cannot run without text tokens: parts without are given one, see `TokenAxis.dummy_text`."""
         return any(block.needs_text for block in self.blocks)
 
     @property

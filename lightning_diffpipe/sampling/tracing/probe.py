@@ -13,12 +13,14 @@ Attention is replaced by "return the query", so that a transformer is local to a
    results that code between blocks only passes on (`glue.py`).
 
 That is about `log2(units) + 6` runs of the model, most of which follow NaN only and multiply nothing; in each,
-equal blocks run once (`repeats.py`). Weights do not matter, so placeholders will do.
+equal blocks run once (`marks.py`). Weights do not matter, so placeholders will do.
 """
 
-import contextlib
-from collections.abc import Callable, Hashable
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -37,7 +39,7 @@ from lightning_diffpipe.sampling.tracing.attention import (
     AttentionIntercepted,
 )
 from lightning_diffpipe.sampling.tracing.blocks import BlockTracer
-from lightning_diffpipe.sampling.tracing.glue import find_glue, find_invariants
+from lightning_diffpipe.sampling.tracing.glue import find_invariants, find_passed
 from lightning_diffpipe.sampling.tracing.layout import (
     AttentionSize,
     Block,
@@ -48,8 +50,11 @@ from lightning_diffpipe.sampling.tracing.layout import (
 )
 from lightning_diffpipe.sampling.tracing.marks import (
     MIXED,
+    UNREACHED,
+    BlockKinds,
     CallAnswer,
     CodeWords,
+    RepeatedCalls,
     WithoutProducts,
     calls_answered,
     finite_placeholders,
@@ -59,7 +64,6 @@ from lightning_diffpipe.sampling.tracing.marks import (
     mixing_operator,
     token_local,
 )
-from lightning_diffpipe.sampling.tracing.repeats import BlockKinds, RepeatedCalls
 
 MAX_LAYOUTS = 8
 """So many layouts of one model are known at a time."""
@@ -70,6 +74,13 @@ _WRITES = "code between blocks writes into what a block returned"
 _Log = list[tuple[Tensor, Tensor | None]]
 _Owners = list[TokenAxis | None]
 _Key = tuple[torch.Size, torch.dtype, str]
+
+
+class _MarkedCall(NamedTuple):
+    """A call of a block in a marked run: its name, and for each call of attention which keys are NaN."""
+
+    name: str
+    marked_keys: list[Tensor]
 
 
 def probe(request: Request, axis: int | None = None) -> Layout:
@@ -123,23 +134,20 @@ class _Probe:
         constants, step_constants = find_invariants(
             self._run, self._model, self._kinds, self._names, self._latents, self._t, self._other_t
         )
-        glue = find_glue(
-            lambda wrap: self._run(self._latents, self._t, wrap),
-            self._model,
-            blocks,
-            constants.keys() | step_constants.keys(),
-            self._latents.device,
+        passed = find_passed(
+            lambda answer: self._run(self._latents, self._t, answer), blocks, self._latents.device
         )
         return Layout(
-            blocks, self._axis, num_rows, per_unit, readers, constants, step_constants, glue,
+            blocks, self._axis, num_rows, per_unit, readers, constants, step_constants, passed,
             self._by_name, glue_parameters,
         )  # fmt: skip
 
     # --- 1, 2: units, and who owns which key --------------------------------------------------------
 
     def _rows_per_unit(self, num_rows: int) -> int:
+        """Returns the rows of the prediction that the first row of the latents reaches."""
         first = torch.arange(num_rows) == 0
-        out = self._denoise_marked(first, lambda name, keys: None)
+        out, _ = self._denoise_marked(first)
         if out.shape[self._axis] != num_rows:
             raise LayoutError(
                 f"denoise returned {tuple(out.shape)} for latents {tuple(self._latents.shape)}; "
@@ -153,44 +161,40 @@ class _Probe:
         return size
 
     def _owners(self, num_rows: int, per_unit: int) -> list[tuple[str, _Owners]]:
-        """Names the candidates in the order of their calls, each with the owners of the keys it attends to."""
+        """Returns the calls of candidates in order: name, and for each call of attention the owners of its keys."""
         words = CodeWords(num_rows // per_unit)
-        names: list[str] = []
-        keys: list[list[list[Tensor]]] = []  # per bit, per call: lines of each attention call
-
+        runs: list[list[_MarkedCall]] = []  # one for each bit of the code words
         for marks in words.marks:
-            names, seen = [], []
-
-            def look(name: str, keys: Any, names: list[str] = names, seen: Any = seen) -> None:
-                names.append(name)
-                seen.append(keys)
-
             rows = marks.repeat_interleave(per_unit)
-            out = self._denoise_marked(rows, look)
-            if not torch.equal(lines(out, self._axis), rows):
-                wrong = lines(out, self._axis) != rows
-                raise self._mixes(f"rows {_listed(wrong)} are reached by others")
-            keys.append(seen)
-        return [
-            (name, [self._owner(words, name, runs) for runs in zip(*per_bit, strict=True)])
-            for name, *per_bit in zip(names, *keys, strict=True)
-        ]
+            out, calls = self._denoise_marked(rows)
+            reached = lines(out, self._axis)
+            if not torch.equal(reached, rows):
+                raise self._mixes(f"rows {_listed(reached != rows)} are reached by others")
+            runs.append(calls)
+        owners: list[tuple[str, _Owners]] = []
+        for in_all_runs in zip(*runs, strict=True):
+            name = in_all_runs[0].name
+            keys = zip(*(call.marked_keys for call in in_all_runs), strict=True)
+            owners.append((name, [self._owner(words, name, bits) for bits in keys]))
+        return owners
 
-    def _owner(self, words: CodeWords, name: str, runs: tuple[Tensor, ...]) -> TokenAxis | None:
-        units = words.decode(runs)
+    def _owner(self, words: CodeWords, name: str, bits: tuple[Tensor, ...]) -> TokenAxis | None:
+        """Returns the unit, or text token, of each key of an attention call; None for cross-attention."""
+        units = words.decode(bits)
         if (units == MIXED).any():
             raise LayoutError(
                 f"{name}: keys depend on several rows of the latents; tokens are mixed on the way "
                 "to attention, so that the model cannot be sampled in patches"
             )
-        if (units < 0).all():
+        text = units == UNREACHED
+        if text.all():
             return None
-        text = units < 0
         units[text] = text_token(torch.arange(int(text.sum())))
         return TokenAxis(-2, units)
 
-    def _denoise_marked(self, rows: Tensor, look: Callable[[str, list[Tensor]], None]) -> Tensor:
-        repeats = RepeatedCalls(self._kinds)
+    def _denoise_marked(self, rows: Tensor) -> tuple[Tensor, list[_MarkedCall]]:
+        """Runs the model with NaN in some rows; returns the prediction, and which keys of each block are NaN."""
+        repeats, calls = RepeatedCalls(self._kinds), list[_MarkedCall]()
 
         def wrap(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
             def run() -> tuple[Any, list[Tensor]]:
@@ -200,11 +204,12 @@ class _Probe:
                 return out, [lines(key, -2) for key, _ in log]
 
             out, keys = repeats.answer(name, args, kwargs, run)
-            look(name, keys)
+            calls.append(_MarkedCall(name, keys))
             return out
 
         with self._without_products:
-            return self._run(marked(self._latents, self._axis, rows), self._t, wrap)
+            prediction = self._run(marked(self._latents, self._axis, rows), self._t, wrap)
+        return prediction, calls
 
     def _mixes(self, what: str) -> LayoutError:
         operator = mixing_operator(self._model, self._denoise, self._latents, self._axis, self._t)
@@ -217,82 +222,89 @@ class _Probe:
     # --- 3: axes of arguments and results -----------------------------------------------------------
 
     def _blocks(self, owners: list[_Owners]) -> list[Block]:
-        traced_kinds: dict[Hashable, tuple[Block, Any]] = {}
+        """Traces the arguments and results of every call of a block, of equal calls the first one."""
+        traced: dict[
+            Hashable, tuple[Block, Any]
+        ] = {}  # by kind of call: the block, and what it returned
         blocks: list[Block] = []
 
         def wrap(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
             attention = owners[len(blocks)]
-            keys = [None if a is None else tuple(a.owner.tolist()) for a in attention]
+            keys = [
+                None if tokens is None else tuple(tokens.owner.tolist()) for tokens in attention
+            ]
             kind = self._kinds.of(name, args, kwargs), *keys
-            if kind not in traced_kinds:
-                traced_kinds[kind] = traced(name, forward, args, kwargs, attention)
-            block, out = traced_kinds[kind]
-            of_call = {"name": name, "arguments": shapes_of((args, kwargs))}
-            blocks.append(Block(**(vars(block) | of_call)))
+            if kind not in traced:
+                block, out = self._traced(name, forward, args, kwargs, attention)
+                traced[kind] = replace(block, kind=len(traced)), out
+            block, out = traced[kind]
+            blocks.append(replace(block, name=name, arguments=shapes_of((args, kwargs))))
             return pytree.tree_map_only(Tensor, torch.clone, out)
-
-        def traced(
-            name: str, forward: Forward, args: Any, kwargs: Any, attention: _Owners
-        ) -> tuple[Block, Any]:
-            sizes, num_named = list[AttentionSize](), 0
-
-            def sized(attend: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-                widths = q.shape[-1], v.shape[-1], q.element_size()
-                sizes.append(AttentionSize(q.shape[0], q.shape[1], k.shape[1], *widths))
-                return q
-
-            def named(attend: Any, *tensors: Tensor, **options: Any) -> Tensor:
-                nonlocal num_named
-                num_named += 1
-                return attend(*tensors, **options)
-
-            with AttentionIntercepted(sized), AttentionByName(named):
-                out = forward(*args, **kwargs)
-            self._by_name &= num_named == len(sizes)
-            leaves, tree = pytree.tree_flatten(out)
-            results = [TensorShape.of(x) if isinstance(x, Tensor) else x for x in leaves]
-            block = Block(
-                name, results, tree, attention=attention, sizes=tuple(sizes), kind=len(traced_kinds)
-            )
-            BlockTracer(block, forward, *pytree.tree_flatten((args, kwargs))).trace()
-            return block, out
 
         self._run(self._latents, self._t, wrap)
         needs_text = any(block.needs_text for block in blocks)
         for block in blocks:
             for tokens in block.axes:
-                tokens.num_text, tokens.ghost = block.num_text, block.streams if needs_text else ()
+                tokens.num_text, tokens.dummy_text = (
+                    block.num_text,
+                    block.streams if needs_text else (),
+                )
         return blocks
+
+    def _traced(
+        self, name: str, forward: Forward, args: Any, kwargs: Any, attention: _Owners
+    ) -> tuple[Block, Any]:
+        """Traces one call; returns the block, and what the call returned."""
+        sizes, num_by_name = list[AttentionSize](), 0
+
+        def note_size(attend: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            widths = q.shape[-1], v.shape[-1], q.element_size()
+            sizes.append(AttentionSize(q.shape[0], q.shape[1], k.shape[1], *widths))
+            return q
+
+        def count(attend: Any, *tensors: Tensor, **options: Any) -> Tensor:
+            nonlocal num_by_name
+            num_by_name += 1
+            return attend(*tensors, **options)
+
+        with AttentionIntercepted(note_size), AttentionByName(count):
+            out = forward(*args, **kwargs)
+        self._by_name &= num_by_name == len(sizes)
+        leaves, tree = pytree.tree_flatten(out)
+        results = [TensorShape.of(x) if isinstance(x, Tensor) else x for x in leaves]
+        block = Block(name, results, tree, attention=attention, sizes=tuple(sizes))
+        BlockTracer(block, forward, *pytree.tree_flatten((args, kwargs))).trace()
+        return block, out
 
     # --- 4: who reads what between blocks -----------------------------------------------------------
 
     def _readers(self, blocks: list[Block]) -> tuple[list[frozenset[int]], frozenset[str]]:
+        """Returns who reads the result of each call, and parameters of blocks that code between blocks reads."""
         inside = {
             id(p): f"{name}.{key}"
             for name in self._names
             for key, p in self._model.get_submodule(name).named_parameters()
         }
         touched = _Touched(inside)
-        readers = []
-        for source in range(len(blocks)):
-            position, reading = 0, set[int]()
-
-            def wrap(
-                name: str, forward: Any, args: Any, kwargs: Any, source: int = source, reading: set[int] = reading
-            ) -> Any:  # fmt: skip
-                nonlocal position
-                here, position = position, position + 1
-                if any(map(has_nan, pytree.tree_leaves((args, kwargs)))):
-                    reading.add(here)
-                fill = _NAN if here == source else 0.0
-                return blocks[here].nested(blocks[here].dummy(fill, self._latents.device))
-
-            with self._without_products, touched if source == 0 else contextlib.nullcontext():
-                out = self._run(self._latents, self._t, wrap)
-            if out.isnan().any():
-                reading.add(len(blocks))
-            readers.append(frozenset(reading))
+        readers = [self._readers_of(source, blocks, touched) for source in range(len(blocks))]
         return readers, frozenset(touched.names)
+
+    def _readers_of(self, source: int, blocks: list[Block], touched: _Touched) -> frozenset[int]:
+        """Runs the code between stubbed blocks, one of which returns NaN; returns the calls that NaN reaches."""
+        readers, positions = set[int](), iter(range(len(blocks)))
+
+        def wrap(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+            here = next(positions)
+            if any(map(has_nan, pytree.tree_leaves((args, kwargs)))):
+                readers.add(here)
+            fill = _NAN if here == source else 0.0
+            return blocks[here].nested(blocks[here].dummy(fill, self._latents.device))
+
+        with self._without_products, touched:
+            prediction = self._run(self._latents, self._t, wrap)
+        if prediction.isnan().any():
+            readers.add(len(blocks))
+        return frozenset(readers)
 
     def _run(
         self,
@@ -336,7 +348,7 @@ class LayoutStore:
     of their arguments; that costs no more than the code between blocks.
 
     Args:
-        axis: Of the latents, that is cut; None for the default.
+        axis: Axis of the latents that is cut; None for the default.
     """
 
     def __init__(self, axis: int | None = None) -> None:
@@ -381,12 +393,10 @@ def fits(layout: Layout, request: Request) -> bool:
         with calls_answered(request.model, layout.block_names, stubbed):
             return request.denoise(request.latents, request.timesteps[0])
 
-    constants = layout.constants.keys() | layout.step_constants.keys()
     try:
         with request.inferring():
-            local, device = layout.glue.local, request.latents.device
-            glue = find_glue(run, request.model, layout.blocks, constants, device, local)
+            passed = find_passed(run, layout.blocks, request.latents.device)
     except (IndexError, RuntimeError, ValueError):
         return False
     same_calls = calls == [(block.name, block.arguments) for block in layout.blocks]
-    return same_calls and glue == layout.glue
+    return same_calls and passed == layout.passed

@@ -33,30 +33,18 @@ class Block(nn.Module):
         return x + attend(q[:, None], k[:, None], v[:, None])[:, 0]
 
 
-class Tail(nn.Module):
-    """Local, unless it counts its tokens."""
-
-    def __init__(self, counts: bool):
-        super().__init__()
-        self.linear, self.counts = nn.Linear(8, 8), counts
-        self.register_buffer("table", normal(16, 8, seed=3))
-
-    def forward(self, x):
-        return self.linear(x + self.table[: x.shape[1]] if self.counts else x)
-
-
 class Denoiser(nn.Module):
     """Latents are tokens; options say what its glue does."""
 
     def __init__(
-        self, adds=False, counts=False, changes=False, compares=False, takes_early=False,
+        self, adds=False, changes=False, compares=False, takes_early=False,
         embeds=lambda t: t.double() / 1000,
     ):  # fmt: skip
         super().__init__()
         self.embeds = embeds
         self.embed, self.enter = nn.Linear(1, 8), nn.Linear(8, 8)
         self.blocks = nn.ModuleList(Block(takes_early) for _ in range(4))
-        self.tail, self.gate = Tail(counts), nn.Linear(8, 8)
+        self.tail, self.gate = nn.Linear(8, 8), nn.Linear(8, 8)
         self.adds, self.changes, self.compares = adds, changes, compares
 
     def forward(self, x, t):
@@ -83,15 +71,9 @@ def found(**options):
     return probe(request_of(**options))
 
 
-def test_results_that_are_only_handed_on_need_no_memory():
-    assert found().glue.passed == {(call, 0) for call in range(4)}
-    assert found(adds=True).glue.passed == frozenset()
-
-
-def test_a_module_is_local_unless_it_counts_its_tokens():
-    """A table of positions taken from its start would give every patch the places of the first."""
-    assert [place[1] for place in found().glue.local] == ["tail"]
-    assert not found(counts=True).glue.local
+def test_results_that_are_only_passed_on_need_no_memory():
+    assert found().passed == {(call, 0) for call in range(3)}, "the tail reads the last one"
+    assert found(adds=True).passed == frozenset()
 
 
 def test_the_timestep_is_embedded_once_per_step():
@@ -202,22 +184,22 @@ def test_attention_that_was_taken_out_of_its_module_early_is_seen_otherwise():
     assert not found(takes_early=True).attention_by_name
 
 
-@pytest.mark.parametrize("option", [None, "adds", "counts", "takes_early"])
+@pytest.mark.parametrize("option", [None, "adds", "takes_early"])
 def test_two_ways_through_the_glue_give_one_result(option):
-    """With nothing kept, passed or local, and every function looked at: the slow way of the beginning."""
+    """With nothing kept or passed on, and every function looked at: the slow way of the beginning."""
     request = request_of(**({option: True} if option else {}))
     sampler = PipeFusion(request.model, num_patches=3, warmup_steps=1, verify=True)
     result = sampler.sample(request)
     plain = PipeFusion(request.model, num_patches=3, warmup_steps=1, verify=True)
     layout = plain.prepare(request).layout
     layout.constants, layout.step_constants, layout.attention_by_name = {}, {}, False
-    layout.glue = type(layout.glue)()
+    layout.passed = frozenset()
     plain.layouts.layout_for = lambda request: layout
     torch.testing.assert_close(result, plain.sample(request), rtol=1e-12, atol=1e-12)
 
 
 def test_a_known_layout_does_not_fit_other_code_between_blocks():
-    """Shapes are the same, but what was only handed on is looked into now."""
+    """Shapes are the same, but what was only passed on is looked into now."""
     request, other = request_of(), request_of(adds=True)
     layout = probe(request)
     assert fits(layout, request)
@@ -225,13 +207,10 @@ def test_a_known_layout_does_not_fit_other_code_between_blocks():
 
 
 @pytest.mark.slow
-def test_flux_looks_into_the_result_of_its_last_module_only():
-    glue = probe(request_for("flux", tiny=build("flux"))).glue
-    assert {place[1]: call.passed for place, call in glue.local.items()} == {
-        "norm_out": True,
-        "proj_out": False,
-    }
-    assert len(glue.passed) == 10  # two streams of five blocks
+def test_flux_looks_into_the_image_of_its_last_block_only():
+    layout = probe(request_for("flux", tiny=build("flux")))
+    results = {(call, leaf) for call in range(len(layout.blocks)) for leaf in (0, 1)}
+    assert results - layout.passed == {(len(layout.blocks) - 1, 1)}
 
 
 def test_attention_has_its_name_back_afterwards():

@@ -70,9 +70,9 @@ def test_parameters_of_a_block_that_glue_reads():
 
 
 @pytest.mark.slow
-def test_a_block_that_cannot_do_without_text_gets_a_ghost():
-    assert layout_of("qwen").ghost
-    assert not layout_of("flux").ghost
+def test_a_block_that_cannot_do_without_text_gets_a_dummy():
+    assert layout_of("qwen").dummy_text
+    assert not layout_of("flux").dummy_text
 
 
 @pytest.mark.parametrize("num_texts", [(5,), (1,), (2, 7), (8, 1, 3)])
@@ -91,15 +91,15 @@ def test_ranks_that_share_tokens_are_fed_as_many_on_every_axis(
     block = layouts.Block("block", [], None, attention=[TokenAxis(-2, torch.cat([text, units]))])
     block.inputs = {leaf: TokenAxis(1, owner) for leaf, owner in enumerate(owners)}
     for tokens in block.axes:
-        tokens.num_text, tokens.ghost = total, block.streams
+        tokens.num_text, tokens.dummy_text = total, block.streams
     [attention], own = block.attention, []
     for rank, share in enumerate(torch.arange(8).chunk(num_ranks)):
         part = Part(range(int(share[0]), int(share[-1]) + 1), (rank, num_ranks))
-        fed = [axis.owner[axis.fed(part).index] for axis in block.inputs.values()]
+        fed = [axis.owner[axis.input_of(part).index] for axis in block.inputs.values()]
         assert all(len(each) for each in fed)
-        there = attention.owner[attention.fed(part).index]
+        there = attention.owner[attention.input_of(part).index]
         assert sorted(torch.cat(fed).tolist()) == sorted(there.tolist())
-        own += attention.own_among_fed(part).take(there, 0).tolist()
+        own += attention.own_in_input(part).take(there, 0).tolist()
     assert sorted(own) == sorted(attention.owner.tolist())
 
 
@@ -184,10 +184,8 @@ def as_data(layout):
         )
         for b in layout.blocks
     ]  # fmt: skip
-    glue = layout.glue
-    local = [(p, c.leaf, axis(c.given), axis(c.made), c.passed) for p, c in glue.local.items()]
-    rest = (layout.readers, layout.ghost, layout.cuts_samples, layout.rows_per_unit)
-    kept = (layout.constants, layout.step_constants, sorted(glue.passed), local)
+    rest = (layout.readers, layout.dummy_text, layout.cuts_samples, layout.rows_per_unit)
+    kept = (layout.constants, layout.step_constants, sorted(layout.passed))
     return repr((blocks, rest, kept, sorted(layout.glue_parameters)))
 
 
@@ -320,6 +318,27 @@ def test_a_model_that_a_probe_does_not_survive_is_refused():
     """History: `sampler=auto` ended in the error, and named methods told it without a remedy."""
     with torch.inference_mode(), pytest.raises(LayoutError, match=r"probed this .* method=single"):
         LayoutStore().layout_for(request_of("in place"))
+
+
+class Mixing:
+    """Lets tokens read the one before, if it is told to."""
+
+    is_on = False
+
+    def __call__(self, x):
+        return x + x.roll(1, 1) if self.is_on else x
+
+
+def test_a_changed_attribute_of_a_processor_is_looked_at():
+    """History: the layout of an earlier request was taken, as classes of processors were compared only."""
+    request, layouts = request_of(None), LayoutStore()
+    block = request.model.blocks[0]
+    block.processor, plain = Mixing(), block.forward
+    block.forward = lambda x: block.processor(plain(x))
+    assert layouts.layout_for(request) is layouts.layout_for(request)
+    block.processor.is_on = True
+    with pytest.raises(LayoutError, match="mixes rows"):
+        layouts.layout_for(request)
 
 
 def test_a_denoiser_without_blocks():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_diffpipe.sampling.tracing.repeats import BlockKinds, RepeatedCalls
+from lightning_diffpipe.sampling.tracing.marks import BlockKinds, RepeatedCalls
 
 NAN = float("nan")
 
