@@ -33,6 +33,7 @@ SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 _TAG = 3_777_777
 _EQUAL_MEMORY = 1.05  # cards of one kind differ by some megabytes
 _MIN_REPEATS, _MAX_REPEATS = 3, 20
+_BUDGET_OF_TRAINING_S = 0.5
 _NUM_TENSORS, _CACHED_BYTES, _COPIED_BYTES = 4, 1 << 25, 1 << 24
 _HELD_BACK_SHARE, _HELD_BACK_BYTES = 0.08, 1 << 30
 
@@ -92,7 +93,7 @@ def measure_cluster(
 def measure_links(backend: str, device: torch.device) -> Cluster:
     """Measures the links between all ranks in a group of its own; collective."""
     group = dist.new_group(backend=backend)
-    cluster = measure_cluster(group, device)
+    cluster = measure_cluster(group, device, budget_s=_BUDGET_OF_TRAINING_S)
     dist.destroy_process_group(group)
     return cluster
 

@@ -153,7 +153,7 @@ class Watcher:
         children: Processes of other ranks that this one has started, by rank.
         at_sigterm: "ignore" if the handler of SIGTERM is not ours, "stop" if it ends the run, "agree" if it waits
             for the other ranks.
-        seconds: Seconds in each phase, until `inside` entered or left one.
+        seconds: Seconds in each phase, until another was entered.
         busy_timeout_s: Longest time in which a rank may give no sign of progress while another waits, in seconds.
     """
 
@@ -212,6 +212,7 @@ class Watcher:
 
     def enter(self, phase: str) -> None:
         """Begins another phase, in place of the present one."""
+        self._count_seconds()
         self.publish(phase=phase)
 
     @contextlib.contextmanager

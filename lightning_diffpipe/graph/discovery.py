@@ -214,11 +214,12 @@ class StepProbe:
         # The calls of a run with one sample more must be those of this run.
         tree = self._tree if self._tree is self._larger else None
         callables = self._callable() if tree else ()
-        # Results of equal blocks, which name the layers; a fold need not run these blocks again.
+        # Results of calls, which name the layers; a fold need not run these again.
         call_results = self.call_results if known else CallResults()
+        repeats = self._repeats(call_results, layers.union(known.fine_names if known else ()))
         tracer = Tracer(
-            self.module, self.original, layers, containers, known, fake, callables, self._repeats(call_results)
-        )  # fmt: skip
+            self.module, self.original, layers, containers, known, fake, callables, repeats
+        )
         out, returned, tail = self._followed(tracer)
         if tree is not None and tree.names != tracer.names:
             raise _OtherCallsError
@@ -253,11 +254,14 @@ class StepProbe:
             glue_writes=frozenset(tracer.provenance.glue_writes),
             glue_parameter_writes=frozenset(tracer.provenance.glue_parameter_writes),
             autocast=frozenset(tracer.autocast),
-            generators=tracer.provenance.generators.found(),
+            # Calls that are known from before have noted these then.
+            generators=tracer.provenance.generators.found()
+            | (known.generators if known else frozenset()),
             toggled=tracer.attributes.toggled(),
             left=tracer.attributes.left(),
             counters=tracer.attributes.counters() if fake else {},
             changes_gradients=tracer.provenance.changes_gradients
+            or (known is not None and known.changes_gradients)
             or has_global_backward_hooks()
             or any(map(has_backward_hooks, self.module.modules())),
             batch_writes=frozenset(tracer.provenance.batch_writes),
@@ -358,9 +362,9 @@ class StepProbe:
             self.__post_init__()
         return None
 
-    def _repeats(self, call_results: CallResults) -> Repeats | None:
-        mode = self.fake_mode
-        return None if mode is None else Repeats(self.module, mode, self._callable(), call_results)
+    def _repeats(self, call_results: CallResults, layers: Collection[str] = ()) -> Repeats | None:
+        mode, names = self.fake_mode, self._callable()
+        return None if mode is None else Repeats(self.module, mode, names, call_results, layers)
 
     def _callable(self) -> list[str]:
         # The original, as copies forget which modules are compiled.

@@ -87,8 +87,10 @@ class CallResults:
 class Repeats:
     """Recognises calls of modules, of those in `names`, that have run with equal ones in their place.
 
+    Calls of `layers`, out of which no value gets but by being returned, are also those of an earlier trace.
+
     Attributes:
-        candidates: Names of the modules of which there are others that are equal: outermost ones.
+        candidates: Names of the modules of which there are others that are equal, outermost ones, and of layers.
     """
 
     def __init__(
@@ -97,8 +99,10 @@ class Repeats:
         mode: TrackedFakeMode,
         names: Collection[str],
         call_results: CallResults,
+        layers: Collection[str] = (),
     ) -> None:
         self._mode, self._call_results = mode, call_results
+        self._earlier = dict(call_results.ran)
         self._parents = Counter(id(child) for m in root.modules() for child in m.children())
         self._owners = Counter(
             id(tensor)
@@ -114,6 +118,11 @@ class Repeats:
         repeated = {number for number, count in Counter(self._ids.values()).items() if count > 1}
         self.candidates: dict[str, nn.Module] = {}
         self._find(root, "", repeated - {None}, set(names))
+        self.candidates |= {
+            name: module
+            for name, module in root.named_modules()
+            if name in layers and self._ids[id(module)] is not None and any(module.children())
+        }
 
     def call(self, name: str, args: Any, kwargs: Any, *more: Hashable) -> Call | None:
         """Returns a call that is about to be made; None if it must run, and nothing can be learnt from it.
@@ -195,9 +204,10 @@ class Repeats:
         elif first != name:
             self._call_results.known[key] = ran
 
-    def known(self, key: Hashable) -> Known | None:
-        """Returns what calls of a kind return, if those of two modules have run and agreed."""
-        return self._call_results.known.get(key)
+    def known(self, key: Hashable, name: str) -> Known | None:
+        """Returns what a call returns, if those of two modules have run and agreed, or it in an earlier trace."""
+        first, ran = self._earlier.get(key, ("", None))
+        return self._call_results.known.get(key) or (ran if first == name else None)
 
     def made(self, made: _Made) -> Tensor:
         """Returns a tensor without values."""
@@ -214,7 +224,7 @@ class Call:
         self._repeats, self._key = repeats, key
         self._tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.name, self.module, self.leaves = name, module, leaves
-        self.known = repeats.known(key)
+        self.known = repeats.known(key, name)
         self.state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         if self.known is None:
             self._before = self._traces()

@@ -92,7 +92,8 @@ class LayerTimer:
         sample_counts: Counts to time at; if not given 1, 2, 4, ... up to half of the batch (a pipeline has two
             microbatches at least), thinned out where `budget_s` does not reach.
         microbatch_size: Samples of a microbatch, where that is decided already: timed as well.
-        repeats: Timed runs at each count; if not given 3, and while they disagree as many as fit into `budget_s`.
+        repeats: Timed runs at each count; if not given 3, or 2 that take half of `budget_s` and agree; while they
+            disagree as many as fit into `budget_s`.
         budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: at least 5 runs.
         name: Name of the profile; the module's class if not given.
         least_samples: Fewer than these the step cannot be run on.
@@ -210,8 +211,9 @@ class LayerTimer:
                 spent = 0 if repeats else (time.perf_counter() - start_s) / self.budget_s
                 share = max(turn / (repeats or _MAX_ROUNDS), spent)
                 steps = [whole for whole, _ in results.values()]
-                agree = turn >= _MIN_ROUNDS and (share >= 1 or all(map(_agree, steps)))
-                if repeats is None and agree:
+                agree = turn > 1 and all(map(_agree, steps))
+                least = 2 if agree and spent >= 0.5 else _MIN_ROUNDS
+                if repeats is None and turn >= least and (agree or share >= 1):
                     break
                 gc.collect(0)  # activations may hang in cycles
                 for count in tuple(results):
@@ -246,9 +248,12 @@ class LayerTimer:
             try:
                 needed_s = run(count)
                 if not usable and self.sample_counts is None:
-                    if needed_s < limit_s:  # the very first run set things up as well
+                    rest = spread(count, todo, needed_s / count, limit_s)
+                    if rest != todo and needed_s < limit_s:
+                        # The very first run set things up as well.
                         needed_s = min(needed_s, run(count))
-                    todo = spread(count, todo, needed_s / count, limit_s)
+                        rest = spread(count, todo, needed_s / count, limit_s)
+                    todo = rest
             except (torch.OutOfMemoryError, RuntimeError, ValueError) as error:
                 # Too little memory, or a step that needs more samples (batch norm needs two).
                 failure = self._without(count, error)

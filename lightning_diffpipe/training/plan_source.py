@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+from torch import nn
+
 from lightning_diffpipe.comm.bandwidth import measure_cluster, measure_links, with_memory
 from lightning_diffpipe.comm.mesh import ProcessGroup, gathered_objects
 from lightning_diffpipe.comm.rendezvous import agree
@@ -350,7 +352,7 @@ def _profile(
     profile = _given_profile(source)
     if profile is None:
         profiles = _timed.setdefault(timer.module, {})
-        kinds = timer.splits_backward, world is None
+        kinds = timer.splits_backward, world is None, _switches(timer.module)
         key = timer.graph.digest, timer.counts, timer.place, kinds
         if not _by_all(key in profiles, world):
             profiles[key] = measured_by_all(timer, world)
@@ -366,6 +368,17 @@ def _profile(
             "(diffpipe profile), or leave strategy.profile out"
         )
     return profile, ()
+
+
+def _switches(module: nn.Module) -> int:
+    """Returns a number for what modules are told that graphs do not show, such as to checkpoint."""
+    switches = {
+        (name, attribute, value)
+        for name, part in module.named_modules()
+        for attribute, value in vars(part).items()
+        if isinstance(value, bool | str) and not attribute.startswith("_")
+    }
+    return hash(frozenset(switches))
 
 
 def _given_profile(source: Any) -> ModelProfile | None:
