@@ -69,6 +69,11 @@ def names_of(form: StepForm) -> tuple[str, ...]:
     return tuple(name for name, _ in form.calls)
 
 
+def probed_form(graph: LayerGraph) -> StepForm:
+    """Returns the call sequence that a graph was probed with, for a step that has no other."""
+    return StepForm(tuple((name, True) for name in graph.layer_names))
+
+
 @dataclass(frozen=True)
 class Exemplar:
     """The values with which a step has a call sequence again: of its coins, its counters and its arguments.
@@ -160,8 +165,7 @@ class FormView(View):
             GraphError: The step calls a layer that it did not call when it was probed.
         """
         if self.graph.needs_values and len(known) < 2:
-            names = self.graph.layer_names
-            return next(iter(known), StepForm(tuple((name, True) for name in names)))
+            return next(iter(known), probed_form(self.graph))
         patterns: Collection[_Pattern] | None = None
         if not self._goes_on:
             patterns = [form.calls for form in known]

@@ -68,7 +68,8 @@ def hooks_off(parameters: Iterable[nn.Parameter]) -> Iterator[HooksOf]:
     They shall see the gradient of a batch, once, as in one process; a backward gives that of one microbatch, on one
     of several ranks. A hook may put another one, which is called from the next batch on.
     """
-    replaced = [(p, k, old) for p in parameters for k in _KINDS if (old := getattr(p, k))]
+    hooked = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+    replaced = [(p, k, old) for p in hooked for k in _KINDS if (old := getattr(p, k))]
     hooks = {p: tuple(getattr(p, kind) or {} for kind in _KINDS) for p, _, _ in replaced}
     for parameter, kind, old in replaced:  # with None in their place torch would still call some
         setattr(parameter, kind, _Forwarding.of(old))
