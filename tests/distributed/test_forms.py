@@ -59,6 +59,7 @@ class Varying(L.LightningModule):
             "batch_idx": lambda: batch_idx % 2 == 1,
             "shape": lambda: x.shape[1] > 2,
             "first": lambda: batch_idx > 0,
+            "late": lambda: self.trainer.global_step > 1,  # which no trial before training shows
         }[self.by]()
         return {"left out": 1 - coin, "added": coin, "repeated": 1 + coin}[self.how]
 
@@ -172,6 +173,14 @@ def rows_of(turn):
 )
 def test_steps_that_vary_train_like_one_process(num_ranks, nccl, rows):
     train_like_one_process(rows, num_ranks, nccl)
+
+
+@pytest.mark.parametrize("what", ["frozen", "trained"])
+@pytest.mark.parametrize("how", ["left out", "repeated"])
+def test_one_rank_runs_whatever_is_called_from_some_step_on(what, how):
+    """It has all layers, so that it looks for call sequences only after one that was not probed."""
+    settings = settings_of(what, how, "late", 2, {"num_stages": 1})
+    assert_equal_runs([fit(0, settings, 1)], reference(settings, 2), 1e-9)
 
 
 class Clips(Varying):
