@@ -81,7 +81,7 @@ $(OLDEST)/.installed: pyproject.toml | setup
 		-e '.[lora,webdataset,video]' pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
-# Not in CI: torch comes with gigabytes of CUDA.
+# torch comes with gigabytes of CUDA.
 test-newest: $(NEWEST)/.installed  ## the fast tests with the newest versions that pyproject.toml allows
 	$(NEWEST)/bin/python -m pytest -q --tb=short -n 2 --dist worksteal -m "not slow and not distributed and not table" $(ARGS)
 
