@@ -116,7 +116,6 @@ def _by_layer(keys: Any) -> dict[int, frozenset[int]]:
 
 
 _NONE: frozenset[int] = frozenset()
-_NONE_INSIDE: frozenset[str] = frozenset()
 
 
 class View:
@@ -158,7 +157,7 @@ class View:
         inside = frozenset(n for layer in layers for n in graph.fine_names[slice(*layer.fine)])
         # All or none: one that nothing is done for may call another, and the outer one counts.
         asks = self.pauses or stream is not None or not inside.isdisjoint(self.seeded | recomputed)
-        self.fine = inside if asks else _NONE_INSIDE
+        self.fine = inside if asks else frozenset[str]()
         self.final = len(graph.layers) if cut.is_last else max(cut.layers, default=-1)
         received = set(cut.received)
         self.sent = _by_layer(key for key in cut.sent if key not in received)
