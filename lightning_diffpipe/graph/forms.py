@@ -41,7 +41,7 @@ from lightning_diffpipe.graph.side_effects import (
 )
 from lightning_diffpipe.graph.step import StepCall
 from lightning_diffpipe.graph.trial import untouched
-from lightning_diffpipe.graph.view import DummyMemory, Stop, StubbedRun, View
+from lightning_diffpipe.graph.view import DummyMemory, Stop, StubbedRun, View, not_probed
 
 _Read = tuple[int, Any]
 
@@ -443,11 +443,7 @@ class _FormRun(StubbedRun):
             finally:
                 self._inside = False
         if name not in self._layers:
-            raise GraphError(
-                f"the step calls {name}, which it did not call when it was probed, so that no rank was planned to "
-                "run it. Let the step call it from the first batch on (multiply by 0 what shall not count yet), "
-                "or move the branch inside the forward of one module"
-            )
+            raise not_probed(name)
         count = self._counts[name]
         self._counts[name] = count + 1
         layer = self._layers[name][min(count, len(self._layers[name]) - 1)]

@@ -318,8 +318,10 @@ class StubbedRun(Run):
     def _out_of_turn(self, name: str) -> int:
         """Returns the index of a layer that is called where another was to come."""
         view = self._view
-        if not view.may_vary or name not in view.names:
+        if not view.may_vary:
             raise self._unexpected(name)
+        if name not in view.names:
+            raise not_probed(name)
         view.has_varied = True
         return view.names.index(name)
 
@@ -393,6 +395,15 @@ class StubbedRun(Run):
         self.outputs[layer.index, leaf] = value
         # Gradients from other stages must not pass hooks of glue, which belong to what reads the tensor here.
         return value.view_as(value) if self._view.graph.hooks else value
+
+
+def not_probed(name: str) -> GraphError:
+    """Returns the error of a layer that no graph of the step has."""
+    return GraphError(
+        f"the step calls {name}, which it did not call when it was probed, so that no rank was planned to "
+        "run it. Let the step call it from the first batch on (multiply by 0 what shall not count yet), "
+        "or move the branch inside the forward of one module"
+    )
 
 
 def with_layout(value: Tensor, spec: TensorSpec) -> Tensor:
