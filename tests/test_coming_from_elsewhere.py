@@ -1,5 +1,6 @@
 """Every setting that `docs/coming_from_elsewhere.md` names is one, and of what has none it says why."""
 
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -44,12 +45,22 @@ def key_of(override):
     return re.sub("|".join(other), lambda found: other[found[0]], key)
 
 
+def excludes(one, other):
+    """Whether they are one key, or one is above the other, such as a group or what may be null."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
 def runs():
     """All settings of the page, in as few runs as they can be in that set nothing twice."""
     found = []
     for settings in dict.fromkeys(s for _, here in ROWS for s in settings_of(here)):
         keys = {key_of(override) for override in settings}
-        run = next((run for run in found if keys.isdisjoint(map(key_of, run))), None)
+        apart = (
+            run
+            for run in found
+            if not any(excludes(a, key_of(b)) for a, b in itertools.product(keys, run))
+        )
+        run = next(apart, None)
         if run is None:
             found.append(run := [])
         run += settings

@@ -24,7 +24,9 @@ from lightning_diffpipe.modules import on_paper
 from tests.command import call, run, run_on_forks
 from tests.profiling.known import check_known
 from tests.rows import row
-from tests.zoo.editing import NUM_REFERENCES, Processor, build_editing, small_references
+from tests.zoo.editing import NUM_REFERENCES
+from tests.zoo.pipelines import build
+from tests.zoo.qwen_processor import Processor, small_references
 
 RECIPES = {
     "sd21": ("StableDiffusionPipeline", ()),
@@ -118,7 +120,7 @@ def arguments_of(name, tmp_path, images):
     pipeline, further = RECIPES[name]
     if pipeline in NUM_REFERENCES:
         images = edits(tmp_path / "edits", images, NUM_REFERENCES[pipeline])
-    build_editing(pipeline, tmp_path / "parts").save_pretrained(tmp_path / "model")
+    build(pipeline, tmp_path / "parts").save_pretrained(tmp_path / "model")
     saved = "save_lora" if name.endswith("_lora") else "save_to"
     return [
         "train", f"experiment={name}", f"model.path={tmp_path / 'model'}", f"data.folder={images}",
@@ -167,7 +169,7 @@ def test_a_recipe_trains_a_tiny_model_of_its_classes(name, tmp_path, images, cap
 def test_the_loss_of_a_recipe_is_that_of_diffusers_script(name, tmp_path):
     """History: SD3 trained at times that were not shifted, and counted noise more than diffusers' script."""
     pipeline, further = RECIPES[name]
-    build_editing(pipeline, tmp_path / "parts").save_pretrained(tmp_path / "model")
+    build(pipeline, tmp_path / "parts").save_pretrained(tmp_path / "model")
     config = tmp_path / "model" / "scheduler" / "scheduler_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"shift": 3.0}))
     with initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):

@@ -38,11 +38,13 @@ from lightning_diffpipe.errors import ConfigurationError, require_number
 class SampleMetric(SamplingCallback):
     """Logs a metric of samples for validation batches, by the model in training; for subclasses.
 
+    Videos are measured frame by frame: each of their frames counts as an image.
+
     Args:
         name: Name of the metric, which is logged as `val/NAME`.
         metric: On the device while it is computed, on the host else.
-        num_samples: Images that all pipelines sample together, or as many as validation has.
-        batch_size: Images that a pipeline samples at once.
+        num_samples: Images or videos that all pipelines sample together, or as many as validation has.
+        batch_size: Images or videos that a pipeline samples at once.
         every_n_steps: Optimizer steps between two measurements, which begin with a validation; None for all of
             them, as `Trainer.val_check_interval` says. `trainer.validate` always measures.
         sampling: Arguments of `SamplingCallback`. The start noise is the same each time, so that values compare.
@@ -104,8 +106,11 @@ class SampleMetric(SamplingCallback):
         left = -(-self.num_samples // pipeline_of(trainer)[1]) - len(self._prompts)
         if not self._is_due or left <= 0:
             return
-        keys = ["image", draws_from(pl_module)]
-        entries = batch if isinstance(batch, Mapping) else {}
+        entries = dict(batch) if isinstance(batch, Mapping) else {}
+        seen = "video" if "video" in entries else "image"
+        keys = [seen, draws_from(pl_module)]
+        if seen == "video" and draws_to_conditions(pl_module):  # whose first frame is its condition
+            entries.setdefault("condition", (entries[seen][:, :, 0] + 1) / 2)
         shown = "references" if "references" in entries else "condition"
         keys += [shown] * draws_to_conditions(pl_module)
         if missing := [name for name in keys if name not in entries]:
@@ -113,12 +118,14 @@ class SampleMetric(SamplingCallback):
                 f"{type(self).__name__} compares drawn images with those of validation batches, which have no "
                 f"{missing[0]!r} but {', '.join(entries)}; leave it out (callbacks.{self.name}=null)"
             )
-        self.add_real((batch["image"][:left] / 2 + 0.5).clamp(0, 1))
-        prompts = batch[keys[1]]
+        real = entries[seen][:left].transpose(1, 2) if seen == "video" else entries[seen][:left]
+        self.add_real((real.flatten(0, -4) / 2 + 0.5).clamp(0, 1))
+        prompts = entries[keys[1]]
         prompts = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
         self._prompts += prompts[:left]
         if shown in keys:
-            rows = batch[shown].cpu() if shown == "condition" else zip(*batch[shown], strict=True)
+            values = entries[shown]
+            rows = values.cpu() if shown == "condition" else zip(*values, strict=True)
             self._conditions += [*rows][:left]
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -145,7 +152,9 @@ class SampleMetric(SamplingCallback):
             images = self.draw_for(trainer, pl_module, prompts or self._prompts[:1], stacked, seed)
             if prompts:
                 with torch.no_grad():
-                    self.add_samples(images.to(device).clamp(0, 1), prompts)
+                    frames = images.to(device).clamp(0, 1).flatten(0, -4)
+                    number_of_frames = len(frames) // len(prompts)
+                    self.add_samples(frames, [p for p in prompts for _ in range(number_of_frames)])
         self.log(f"val/{self.name}", self.metric.compute(), sync_dist=True)
         self.metric.cpu()
 

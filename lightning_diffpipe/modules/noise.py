@@ -58,6 +58,8 @@ class Noise:
         pyramid_levels: To noise are added so many levels of it, each 2 to 4 times coarser than the one before, and
             all is divided by its deviation in a sample; 0 for plain noise, 6 is usual.
         pyramid_discount: Factor of each level by the one before.
+        input_perturbation: In training, noise of this deviation is added to that of the noisy latents, and not to
+            the target's; 0.1 in the paper.
 
     Raises:
         ConfigurationError: A number is negative, a name is not known, or two settings exclude each other.
@@ -68,6 +70,7 @@ class Noise:
         Times: Stable Diffusion 3, Esser et al. (2024), https://arxiv.org/abs/2403.03206
         Offset: https://www.crosslabs.org/blog/diffusion-with-offset-noise
         Multi-resolution ("pyramid") noise: https://wandb.ai/johnowhitaker/multires_noise/reports
+        Input perturbation: Ning et al. (2023), https://arxiv.org/abs/2301.11706
         Scheduled pseudo-Huber: Khrapov et al. (2024), https://arxiv.org/abs/2403.16728
     """
 
@@ -85,10 +88,12 @@ class Noise:
     huber_schedule: HuberSchedule = "constant"
     pyramid_levels: int = 0
     pyramid_discount: float = 0.3
+    input_perturbation: float = 0.0
 
     def __post_init__(self) -> None:
         require_number("logit_std", self.logit_std, 0)
         require_number("offset", self.offset, 0)
+        require_number("input_perturbation", self.input_perturbation, 0)
         require_number("huber_c", self.huber_c, above=0)
         require_number("pyramid_levels", self.pyramid_levels, 0, whole=True)
         require_number("pyramid_discount", self.pyramid_discount, 0, 1)
@@ -171,6 +176,12 @@ class Noise:
             shape = (*like.shape[:2], *(1,) * (like.ndim - 2))
             noise = noise + self.offset * _normal(shape, like, generator)
         return self._pyramid(noise, generator) if self.pyramid_levels else noise
+
+    def of_input(self, noise: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Returns the noise of noisy latents for that of their target: the same in validation (a `generator`)."""
+        if not self.input_perturbation or generator is not None:
+            return noise
+        return noise + self.input_perturbation * torch.randn_like(noise)
 
     def _pyramid(self, noise: Tensor, generator: torch.Generator | None) -> Tensor:
         """Adds coarser noise, to each frame of videos; its scales are random, but for validation."""
@@ -327,7 +338,7 @@ class FlowMatching(_Schedule):
         noise = self.noise.draw(clean, generator)
         t = _per_sample(times, clean)
         return Corrupted(
-            (1 - t) * clean + t * noise,
+            (1 - t) * clean + t * self.noise.of_input(noise, generator),
             self.num_timesteps * times,
             noise - clean,
             times.square() if self.noise.preconditioned else None,
@@ -412,6 +423,7 @@ class Diffusion(_Schedule):
             weights = (
                 weights if self.predicts_v else (weights / alpha.flatten().clamp_min(1e-12)).sqrt()
             )
+        noise = self.noise.of_input(noise, generator)
         return Corrupted(signal * clean + spread * noise, timesteps, target, weights)
 
     def share_of(self, span: Span, shape: Sequence[int]) -> float:
@@ -479,7 +491,9 @@ def noise_schedule_of(scheduler: SchedulerMixin, noise: Noise | None = None) -> 
     if prediction not in ("epsilon", "v_prediction") or "beta_schedule" not in config:
         raise ConfigurationError(
             f"cannot train for {type(scheduler).__name__} with prediction_type={prediction!r}; use one "
-            "of flow matching (FlowMatchEulerDiscreteScheduler), or a DDPM-like one with epsilon or v_prediction"
+            "of flow matching (FlowMatchEulerDiscreteScheduler), or a DDPM-like one with epsilon or v_prediction, "
+            "if the denoiser predicts that; what consistency models learn of a teacher (SCMScheduler) is up to a "
+            "LightningModule of your own"
         )
     # The scheduler's own where it has some: those of video models are shifted towards noise.
     table = getattr(scheduler, "alphas_cumprod", None)

@@ -9,7 +9,8 @@ unpacking of its prediction: all of that is code in the pipeline's `__call__`:
 
 For training it is run with four things replaced, in a shallow copy of the pipeline:
 
-    noise       the methods that draw it are given our noisy latents instead
+    noise       the methods that draw it are given our noisy latents instead, and return them as they are where they
+                would mix the image that is animated into them
     scheduler   has one step, with a timestep of ours for each sample; a pipeline that wants one number gets any,
                 and the denoiser is given those of the samples, by a factor and an offset that three runs give
     tokenizers  pad to a fixed length, so that every microbatch has the same shapes; so do processors, which read
@@ -94,6 +95,12 @@ _NOT_EDITED = ("strength", "mask_image", "control_image", "controlnet", "adapter
 
 _SIZES = ("original_size", "crops_coords_top_left", "target_size")
 """Arguments that say of an image, in two numbers, how it was scaled and cropped."""
+
+OTHERWISE = (
+    "train its parts as another pipeline of diffusers that has the same (pipeline_class='...'), or its denoiser "
+    "with a LightningModule whose training_step calls it"
+)
+"""What to do about a pipeline whose own call cannot be trained."""
 
 TIME = "timesteps"
 
@@ -196,6 +203,8 @@ class OneStep:
         image: The argument with an image for each sample that the pipeline edits or animates; None without one.
         animates: Whether it samples videos that begin with the image.
         image_noise: Noise added to the image that it animates, as `encoding_first_frames` takes it.
+        mixes_image: Whether a method of it mixes the image into the noise that it draws; in training it returns
+            the noise alone.
         needs_image: Whether it needs an image.
         reads_references: Whether it passes the image to a processor, which reads it in 8 bits. Then the call is run
             for each sample, as such pipelines read a list of images for those of one sample.
@@ -237,6 +246,7 @@ class OneStep:
         self.reads_references = self.reads_several = False
         self.animates = self.needs_image and not {*_FRAMES}.isdisjoint(self._parameters)
         self.image_noise: tuple[float, float] | None = None
+        self.mixes_image = False
         self.guides_by_image = self.needs_image and "image_guidance_scale" in self._parameters
         self.refused_image: ConfigurationError | None = None
         settings = dict(arguments or {})
@@ -415,7 +425,7 @@ class OneStep:
         dtype = _dtype_of(parts[self.denoiser])
         # A pipeline takes the type of one of its denoisers for that of all.
         attributes.update({name: StandIn(parts[name], dtype=dtype) for name in self._others})
-        is_over = False
+        is_over, drawn = False, list[Tensor]()
 
         def step(prediction: Tensor, sample: Tensor) -> Tensor:
             nonlocal is_over
@@ -424,7 +434,10 @@ class OneStep:
 
         def noise(shape: Sequence[int]) -> Tensor:
             # After the step some pipelines add noise to latents that are decoded, which `find_tail` notices.
-            return torch.randn(tuple(shape), device=timesteps.device) if is_over else draw(shape)
+            if is_over:
+                return torch.randn(tuple(shape), device=timesteps.device)
+            drawn.append(draw(shape))
+            return drawn[-1]
 
         attributes["scheduler"] = one_timestep(parts["scheduler"], times, step)
         attributes["_progress_bar_config"] = {"disable": True}
@@ -461,7 +474,8 @@ class OneStep:
             attributes[self.decoder] = no_decoder(parts[self.decoder], on_decode, encode)
         methods = {name: _drawing_from(method, noise) for name, method in self._drawing.items()}
         call = methods.pop("__call__")  # which is among them for every class
-        for name, method in methods.items():
+        for name, drawing in methods.items():
+            method = _returning_noise(drawing, drawn) if self.mixes_image else drawing
             is_static = isinstance(inspect.getattr_static(pipeline, name), staticmethod)
             attributes[name] = method if is_static else types.MethodType(method, pipeline)
         with contextlib.suppress(Captured):
@@ -540,10 +554,7 @@ def condition_of(cls: type) -> str | None:
     accepted = (condition, image_of(cls))
     if others := [name for name in required_by(cls) if name not in accepted]:
         raise ConfigurationError(
-            f"{cls.__name__} draws from {', '.join(others)}, not from prompts or classes alone; train it as "
-            "another pipeline of diffusers that has the same parts (pipeline_class='LTXImageToVideoPipeline' for "
-            "those of LTXConditionPipeline), or with a LightningModule whose training_step calls its denoiser, "
-            "which the strategy runs unchanged"
+            f"{cls.__name__} draws from {', '.join(others)}, not from prompts or classes alone; {OTHERWISE}"
         )
     return condition
 
@@ -609,3 +620,24 @@ def _drawing_from(method: types.FunctionType, draw: Draw) -> types.FunctionType:
     )
     copied.__kwdefaults__ = method.__kwdefaults__
     return copied
+
+
+def _returning_noise(method: Callable[..., Any], drawn: Sequence[Tensor]) -> Callable[..., Any]:
+    """Returns a method that gives its noise in the place of the first tensor of that shape that it returns.
+
+    Args:
+        method: Appends to `drawn` what it draws.
+        drawn: All noise of the call so far.
+    """
+
+    def call(*args: Any, **options: Any) -> Any:
+        before, answer = len(drawn), method(*args, **options)
+        for noise in drawn[before:]:
+            values = list(answer) if isinstance(answer, tuple) else [answer]
+            place = next((i for i, x in enumerate(values) if x.shape == noise.shape), None)
+            if place is not None:
+                values[place] = noise.to(values[place])
+                answer = tuple(values) if isinstance(answer, tuple) else values[0]
+        return answer
+
+    return call

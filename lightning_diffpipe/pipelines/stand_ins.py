@@ -490,8 +490,16 @@ def encoding_first_frames(
 
 
 def first_frame_processor(real: Any) -> StandIn:
-    """Returns a processor that takes images in [0, 1] of the sampled size to [-1, 1], and reads no values."""
-    return StandIn(real, preprocess=lambda image, *_, **__: 2 * image - 1)
+    """Returns a processor that takes images in [0, 1] to [-1, 1], and reads no values.
+
+    Those of training have the size that is sampled. A run that asks which size that is has images of another one.
+    """
+
+    def preprocess(image: Tensor, height: int | None = None, width: int | None = None) -> Tensor:
+        size = (height or image.shape[-2], width or image.shape[-1])
+        return 2 * (image if image.shape[-2:] == size else F.interpolate(image, size)) - 1
+
+    return StandIn(real, preprocess=preprocess)
 
 
 def repeated_once(rows: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from transformers import BaseImageProcessor, ProcessorMixin
 from transformers.utils import ModelOutput
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.pipelines.one_step import TIME, OneStep, Tail, patched
+from lightning_diffpipe.pipelines.one_step import OTHERWISE, TIME, OneStep, Tail, patched
 from lightning_diffpipe.pipelines.stand_ins import (
     Certain,
     Draw,
@@ -58,7 +58,7 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
     needs_image = step.needs_image
     for of_references, one_time, arguments in itertools.product(ways, (False, True), step.unguided):
         step.arguments |= arguments
-        step.time, step.places = None, ()
+        step.time, step.places, step.mixes_image = None, (), False
         step.reads_references, step.needs_image = of_references, needs_image or of_references
         try:
             with torch.no_grad():
@@ -85,6 +85,7 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
                 + f"; if that is a package, pip install {getattr(error, 'name', '')}"
                 * isinstance(error, NameError)
                 + _NO_SIZE.format(step.denoiser) * (config.get("sample_size", 0) is None)
+                + f"; {OTHERWISE}"
             )
             refusal.__cause__ = error
             refusals.append(refusal)
@@ -228,7 +229,8 @@ class Trial:
         if counts != (1, 1, 1):
             raise ConfigurationError(
                 f"in one step {self._step.name} draws noise {counts[0]} times, calls its denoiser {counts[1]} "
-                f"times and decodes {counts[2]} times; training can follow pipelines that do each of them once"
+                f"times and decodes {counts[2]} times; training can follow pipelines that do each of them once: "
+                + OTHERWISE
             )
         return decoded[0].float()
 
@@ -431,10 +433,13 @@ class Trial:
         inserted = [length for length, axis in zip(shift.shape, axes, strict=True) if axis is None]
         if any(n > 1 for n in inserted) or not (_is_per_channel(scale) and _is_per_channel(shift)):
             if self._step.animates and not torch.allclose(self._of_darker_image(num_given), shift):
+                if not self._step.mixes_image:
+                    self._step.mixes_image = True
+                    return self.tail()
                 raise ConfigurationError(
-                    f"{self._step.name} mixes the image that it animates into the noise that it starts from, which "
-                    "is no part of a step of training; train its denoiser with a LightningModule whose "
-                    "training_step calls it"
+                    f"{self._step.name} mixes the image that it animates into the noise that it starts from, and "
+                    "not in the method that draws it, so that training cannot start from noisy videos alone; "
+                    + OTHERWISE
                 ) from refusal
             raise refusal
         frames_apart = axes[0] is not None

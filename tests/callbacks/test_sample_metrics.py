@@ -216,6 +216,34 @@ def test_images_are_drawn_to_references_of_one_size_at_once():
         metric.on_validation_epoch_end(trainer, module)
 
 
+class Animating(L.LightningModule):
+    """Fades from the image that a video begins with."""
+
+    draws_to_conditions = True
+
+    def sample(self, prompts, *, condition, **settings):
+        fading = torch.linspace(1, 0.5, 3).view(1, 3, 1, 1, 1)
+        return condition[:, None] * fading
+
+
+def test_videos_are_measured_frame_by_frame():
+    """History: data of videos were refused."""
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    videos = torch.stack([images(4), images(4).flip(0), images(4).roll(1, -1)], 2)
+    logged, expected = [], FrechetInceptionDistance(Features(), sync_on_compute=False)
+    metric = FID(Features(), num_samples=3, batch_size=2)
+    metric._is_due, metric.log = True, lambda name, value, **options: logged.append(value)
+    batch = {"video": videos, "caption": list("abcd")}
+    metric.on_validation_batch_end(trainer, Animating(), None, batch, 0)
+    metric.on_validation_epoch_end(trainer, Animating())
+    for video in videos[:3]:
+        frames = (video.transpose(0, 1) + 1) / 2
+        expected.update(frames, real=True)
+        expected.update(frames[:1] * torch.linspace(1, 0.5, 3).view(3, 1, 1, 1), real=False)
+    assert int(metric.metric.fake_features_num_samples) == 9
+    torch.testing.assert_close(logged[0], expected.compute(), rtol=1e-4, atol=0)
+
+
 def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path, monkeypatch):
     trainer = L.Trainer(logger=False, enable_checkpointing=False)
     with pytest.raises(ConfigurationError, match="Classes draws class_labels; leave it out"):
@@ -227,7 +255,7 @@ def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path, monkeypatch):
         FID()
     metric = FID(Features(), num_samples=4)
     metric._is_due = True
-    with pytest.raises(ConfigurationError, match="which have no 'image' but video; leave it"):
-        metric.on_validation_batch_end(trainer, Classes(), None, {"video": torch.zeros(1)}, 0)
+    with pytest.raises(ConfigurationError, match="which have no 'image' but audio; leave it"):
+        metric.on_validation_batch_end(trainer, Classes(), None, {"audio": torch.zeros(1)}, 0)
     with pytest.raises(ConfigurationError, match="there are none for anybody; take a larger"):
         metric.on_validation_epoch_end(trainer, Classes())

@@ -27,8 +27,9 @@ from tests.distributed.scenarios import (
 from tests.ranks import run_ranks
 from tests.rows import row
 from tests.zoo.double import in_double
-from tests.zoo.editing import CALLS, CAPTIONS, batch_of, build_editing, small_references
-from tests.zoo.pipelines import build as build_plain
+from tests.zoo.editing import CALLS, CAPTIONS, batch_of
+from tests.zoo.pipelines import build
+from tests.zoo.qwen_processor import small_references
 
 pytestmark = pytest.mark.distributed
 
@@ -38,8 +39,7 @@ class Editing(PipelineDiffusion):
 
     def __init__(self, name, lora):
         with tempfile.TemporaryDirectory() as folder:
-            builds = build_editing if name in CALLS else build_plain
-            pipeline = builds(name, Path(folder))
+            pipeline = build(name, Path(folder))
         super().__init__(
             pipeline,
             caption_dropout=0.0,

@@ -15,7 +15,9 @@ from tests.modules.tiny_parts import tiny_latent_diffusion
 from tests.predictor import tiny_pipelines as tiny
 from tests.rows import row
 from tests.zoo.double import in_double
-from tests.zoo.editing import CALLS, batch_of, build_editing, small_references
+from tests.zoo.editing import CALLS, batch_of
+from tests.zoo.pipelines import build
+from tests.zoo.qwen_processor import small_references
 
 QWEN = ["QwenImageEditPipeline", "QwenImageEditPlusPipeline"]
 NAMES = ["FluxKontextPipeline", *QWEN]
@@ -28,7 +30,7 @@ def _small():
 
 
 def module_of(name, folder, call=None, **options):
-    pipeline = build_editing(name, folder)
+    pipeline = build(name, folder)
     return PipelineDiffusion(pipeline, call=call or CALLS[name], caption_dropout=0.0, **options)
 
 
@@ -249,7 +251,7 @@ def test_prompts_that_are_cut_are_warned_of(tmp_path):
 @pytest.mark.parametrize("name", [NAMES[2], *map(row, NAMES[:2])])
 def test_adapters_open_in_diffusers_and_draw_the_same(name, tmp_path):
     module = module_of(name, tmp_path / "parts", lora=Lora(rank=2, alpha=6)).eval()
-    plain, batch = build_editing(name, tmp_path / "again"), batch_of(name, 2)
+    plain, batch = build(name, tmp_path / "again"), batch_of(name, 2)
     module.setup("fit")
     with torch.no_grad():
         for parameter_name, parameter in module.named_parameters():

@@ -11,6 +11,10 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules.noise import FlowMatching, Noise, noise_schedule_of
 
 
+def diffusion_of(noise):
+    return noise_schedule_of(diffusers.DDPMScheduler(), noise)
+
+
 def normal(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
@@ -217,9 +221,7 @@ def test_weights_of_debiased_estimation(prediction):
     torch.testing.assert_close(corrupted.weights, weights, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "schedule", [FlowMatching, lambda noise: noise_schedule_of(diffusers.DDPMScheduler(), noise)]
-)
+@pytest.mark.parametrize("schedule", [FlowMatching, diffusion_of])
 def test_an_offset_is_the_same_all_over_a_channel(schedule):
     clean = normal(8, 4, 3, 5)
     plain, offset = (
@@ -273,6 +275,29 @@ def test_pyramid_noise_of_videos_and_of_validation():
     assert near > 0.1, "neighbours are alike"
     with pytest.raises(ConfigurationError, match="pyramid_levels=6 is for latents with rows"):
         noise.draw(normal(2, 4, 8), None)
+
+
+@pytest.mark.parametrize("schedule", [FlowMatching, diffusion_of])
+def test_perturbed_inputs_are_those_of_kohyas_scripts(schedule):
+    """Ning et al., algorithm 1; `ip_noise_gamma` there, and `input_perturbation` in diffusers' script."""
+    clean, noise = normal(8, 4, 3, 5), Noise(input_perturbation=0.1)
+    torch.manual_seed(0)
+    plain = schedule(noise=Noise()).corrupt(clean)
+    further = torch.randn(clean.shape)
+    torch.manual_seed(0)
+    found = schedule(noise=noise).corrupt(clean)
+    torch.testing.assert_close(found.target, plain.target, rtol=0, atol=0)
+    assert torch.equal(found.timesteps, plain.timesteps)
+    shares = found.timesteps / 1000
+    if schedule is diffusion_of:
+        shares = (1 - diffusers.DDPMScheduler().alphas_cumprod[found.timesteps]).sqrt()
+    expected = plain.noisy + 0.1 * shares.view(-1, 1, 1, 1) * further
+    torch.testing.assert_close(found.noisy, expected)
+    seeded = [
+        schedule(noise=each).corrupt(clean, torch.Generator().manual_seed(1)).noisy
+        for each in (Noise(), noise)
+    ]
+    assert torch.equal(*seeded), "validation"
 
 
 def _state_after(schedule, clean):

@@ -23,7 +23,7 @@ from lightning_diffpipe.quantization import quantization_named
 from tests.predictor.tiny_pipelines import wan_experts
 from tests.profiling.known import CONTROLNET, DENOISERS, check_known, tiny_configs
 from tests.rows import row
-from tests.zoo.pipelines import PIPELINES, build
+from tests.zoo.pipelines import PIPELINES, SEEN, build
 
 ROUND = DeviceModel(
     "round numbers",
@@ -212,7 +212,10 @@ def folder_of_configs(name, folder):
     return pipeline, str(folder / "model")
 
 
-ANIMATED = ("WanImageToVideoPipeline", "LTXImageToVideoPipeline", "CogVideoXImageToVideoPipeline")
+ANIMATED = (
+    "WanImageToVideoPipeline", "LTXImageToVideoPipeline", "CogVideoXImageToVideoPipeline",
+    "HunyuanVideoImageToVideoPipeline",
+)  # fmt: skip
 
 NOT_ON_PAPER = {
     "StableDiffusionSAGPipeline", "StableDiffusionPanoramaPipeline", "StableDiffusionParadigmsPipeline",
@@ -221,7 +224,7 @@ NOT_ON_PAPER = {
     "HiDreamImagePipeline", "HunyuanImagePipeline", "Ideogram4Pipeline", "Kandinsky5T2IPipeline", "LuminaPipeline",
     "NucleusMoEImagePipeline", "QwenImagePipeline", "SanaSprintPipeline", "ZImagePipeline",
     "HunyuanVideo15Pipeline", "Kandinsky5T2VPipeline", "MochiPipeline", "SkyReelsV2DiffusionForcingPipeline",
-    *ANIMATED,
+    "QwenImageEditPipeline", "QwenImageEditPlusPipeline", *ANIMATED,
 }  # fmt: skip
 
 
@@ -252,6 +255,8 @@ def test_any_pipeline_is_modelled_by_its_configuration_files_alone(name, tmp_pat
         ("FluxKontextPipeline", {"image": (3, 64, 64), "condition": (3, 64, 64)}),
         ("LTXImageToVideoPipeline", {"video": (3, 17, 64, 64)}),
         row("WanImageToVideoPipeline", {"video": (3, 9, 64, 64)}),
+        row("CogVideoXImageToVideoPipeline", {"video": (3, 9, 64, 64)}),
+        row("HunyuanVideoImageToVideoPipeline", {"video": (3, 9, 64, 64)}),
         row("StableDiffusionInstructPix2PixPipeline", {"image": (3, 64, 64), "condition": (3, 64, 64)}),
     ],
 )  # fmt: skip
@@ -260,6 +265,8 @@ def test_models_that_read_an_image_are_given_on_paper_what_they_are_given(name, 
     pipeline, path = folder_of_configs(name, tmp_path)
     edits = "condition" in batch
     call = {"max_sequence_length": 8} if "Stable" not in name else None
+    if "Hunyuan" in name:
+        call = {"max_sequence_length": 24, "prompt_template": SEEN}
     paper = OnPaper(path, torch.float32, call=call, with_reference=edits)
     paper.size = {"height": 64, "width": 64, "num_frames": batch.get("video", (0, 1))[1]}
     on_paper_shapes = shapes_read(paper.module, lambda: paper.step(paper.module, paper.batch(2)))

@@ -10,13 +10,18 @@ import torch
 from lightning_diffpipe.modules import PipelineDiffusion
 
 from .case import perturb
-from .pipelines import build, denoiser
+from .pipelines import PIPELINES, build, denoiser
 
 CAPTIONS = ["a cat 1", "dog b", "x"]
-KINDS = ("wan21", "wan22", "wan22_5b", "ltx", "cogvideox")
-"""Wan 2.1, the experts of Wan 2.2, its model of 5 billion weights, and others."""
+KINDS = ("wan21", "wan22", "wan22_5b", "ltx", "cogvideox", "hunyuan", "hunyuan_concat")
+"""Wan 2.1, the experts of Wan 2.2, its model of 5 billion weights, and others; both models of HunyuanVideo."""
 
-_CLASSES = {"ltx": "LTXImageToVideoPipeline", "cogvideox": "CogVideoXImageToVideoPipeline"}
+_CLASSES = {
+    "ltx": "LTXImageToVideoPipeline",
+    "cogvideox": "CogVideoXImageToVideoPipeline",
+    "hunyuan": "HunyuanVideoImageToVideoPipeline",
+    "hunyuan_concat": "HunyuanVideoImageToVideoPipeline",
+}
 
 
 def pipeline_of(kind: str, folder: Path) -> Any:
@@ -26,6 +31,16 @@ def pipeline_of(kind: str, folder: Path) -> Any:
         config = dict(pipeline.transformer.config) | {"num_layers": 10}
         torch.manual_seed(1)
         pipeline.transformer = type(pipeline.transformer).from_config(config).eval()
+        perturb(pipeline.transformer, torch.Generator().manual_seed(1))
+    if kind == "hunyuan_concat":
+        config = {n: v for n, v in pipeline.transformer.config.items() if not n.startswith("_")}
+        changes = {
+            "image_condition_type": "latent_concat",
+            "in_channels": 9,
+            "guidance_embeds": False,
+        }
+        torch.manual_seed(1)
+        pipeline.transformer = type(pipeline.transformer)(**config | changes).eval()
         perturb(pipeline.transformer, torch.Generator().manual_seed(1))
     if not kind.startswith("wan22"):
         return pipeline
@@ -50,7 +65,10 @@ class Animating(PipelineDiffusion):
     def __init__(self, kind: str, **options: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             pipeline = pipeline_of(kind, Path(folder))
-        call = {} if kind == "wan21" else {"max_sequence_length": 8}
+        name = _CLASSES.get(kind, "WanImageToVideoPipeline")
+        call = {n: v for n, v in PIPELINES[name].call.items() if n != "num_frames"}
+        if kind.startswith("wan22"):
+            call["max_sequence_length"] = 8
         super().__init__(pipeline, **{"caption_dropout": 0.0, "call": call, **options})
 
 

@@ -24,6 +24,7 @@ from tests.predictor import tiny_pipelines as tiny
 
 from . import CASES
 from .case import perturb, silence
+from .qwen_processor import SPECIAL, processor
 
 Parts = Mapping[str, Callable[[Path], Any]]
 
@@ -48,6 +49,7 @@ class TinyPipeline:
         settings: Attributes of the pipeline that a folder does not say, such as the sizes it draws.
         num_samples: Samples of the batch.
         edits: Whether an image is given.
+        references: Number of references of each sample, of pipelines whose processor reads them.
     """
 
     parts: Parts
@@ -57,6 +59,7 @@ class TinyPipeline:
     settings: Mapping[str, Any] = field(default_factory=dict)
     num_samples: int = 3
     edits: bool = False
+    references: int = 0
 
 
 # ------------------------------------------------------------------ parts
@@ -118,6 +121,20 @@ def vision_language_model(
     return build
 
 
+def seeing_references(_: Path) -> nn.Module:
+    """A decoder that sees the images that `processor` reads."""
+    ids = processor().tokenizer.convert_tokens_to_ids(SPECIAL)
+    names = "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"
+    text = LANGUAGE | dict(
+        vocab_size=400, max_position_embeddings=4096,
+        rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 2]},
+    )  # fmt: skip
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=VISION, **dict(zip(names, ids, strict=True))
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
 def bert(_: Path) -> nn.Module:
     config = transformers.BertConfig(
         vocab_size=384, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
@@ -146,6 +163,26 @@ def clip_vision(_: Path) -> nn.Module:
         image_size=28, patch_size=14,
     )  # fmt: skip
     return transformers.CLIPVisionModel(config)
+
+
+def llava(_: Path) -> nn.Module:
+    """A decoder that sees images of 28 pixels as four tokens each, in the place of token 300."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=28,
+        patch_size=14,
+    )  # fmt: skip
+    text = transformers.LlamaConfig(**LANGUAGE | dict(vocab_size=400, num_hidden_layers=3))
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=300, pad_token_id=0
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def tokenizer_of_headers(_: Path) -> Any:
+    """Reads bytes, and where a role's header ends."""
+    tokenizer = long_tokenizer(_)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end_header_id|>"]})
+    return tokenizer
 
 
 def levels(kind: str, count: int = 4, width: int = 8) -> dict[str, Any]:
@@ -313,6 +350,26 @@ LTX = with_denoiser(
     "LTXVideoTransformer3DModel", caption_channels=16,
 )  # fmt: skip
 
+CLIP_IMAGES = {
+    "image_processor": of(
+        transformers.CLIPImageProcessor,
+        size={"shortest_edge": 28},
+        crop_size={"height": 28, "width": 28},
+    )
+}
+HUNYUAN_VIDEO_FROM_IMAGE: Parts = (
+    HUNYUAN_VIDEO_VAE | FLOW | CLIP77_2 | CLIP_IMAGES
+    | {"text_encoder": llava, "tokenizer": tokenizer_of_headers}
+)  # fmt: skip
+SEEN = {
+    "template": "s<|end_header_id|><extra_id_41>d u<|end_header_id|>{}!a<|end_header_id|>",
+    "crop_start": 7, "image_emb_len": 4, "image_emb_start": 2, "image_emb_end": 6,
+}  # fmt: skip
+"""A prompt of three roles with an image, `<extra_id_41>`, which is token 300."""
+QWEN_EDIT = {
+    "text_encoder": seeing_references, "tokenizer": lambda _: processor().tokenizer,
+    "processor": lambda _: processor(),
+}  # fmt: skip
 SHORT = {"max_sequence_length": 8}
 UNBINNED = {"use_resolution_binning": False}
 FRAMES = {"num_frames": 5}
@@ -587,6 +644,17 @@ PIPELINES: dict[str, TinyPipeline] = {
         with_denoiser(QWEN_VL | QWEN_VAE | SHIFTING, "QwenImageTransformer2DModel", joint_attention_dim=16),
         SHORT,
     ),
+    **{
+        f"QwenImageEdit{kind}Pipeline": TinyPipeline(
+            with_denoiser(
+                QWEN_EDIT | QWEN_VAE | SHIFTING, "QwenImageTransformer2DModel", joint_attention_dim=16
+            ),
+            {"max_sequence_length": 480},
+            edits=True,
+            references=number,
+        )
+        for kind, number in (("", 1), ("Plus", 2))
+    },
     "SanaPipeline": TinyPipeline(SANA, {"complex_human_instruction": None, **SHORT}, drawn=UNBINNED),
     "SanaPAGPipeline": TinyPipeline(SANA, {"complex_human_instruction": None, **SHORT}, drawn=UNBINNED),
     "SanaSprintPipeline": TinyPipeline(
@@ -706,15 +774,41 @@ PIPELINES: dict[str, TinyPipeline] = {
     "WanImageToVideoPipeline": TinyPipeline(
         with_denoiser(
             WAN | {
-                "image_encoder": clip_vision,
-                "image_processor": of(
-                    transformers.CLIPImageProcessor, size={"shortest_edge": 28},
-                    crop_size={"height": 28, "width": 28},
-                ),
+                "image_encoder": clip_vision, **CLIP_IMAGES,
             },
             "WanTransformer3DModel image to video", in_channels=36, out_channels=16,
         ),
         FRAMES,  # its attention takes 512 tokens of the prompt for granted
+        VIDEO,
+        edits=True,
+    ),
+    "HunyuanVideoImageToVideoPipeline": TinyPipeline(
+        with_denoiser(
+            HUNYUAN_VIDEO_FROM_IMAGE, "HunyuanVideoTransformer3DModel token replace", text_embed_dim=16,
+            pooled_projection_dim=16,
+        ),
+        FRAMES | {"max_sequence_length": 24, "prompt_template": SEEN},
+        VIDEO,
+        edits=True,
+    ),
+    "HunyuanSkyreelsImageToVideoPipeline": TinyPipeline(
+        with_denoiser(
+            HUNYUAN_VIDEO_VAE | FLOW | CLIP77_2 | {
+                "text_encoder": language_model("Llama"), "tokenizer": byte_tokenizer,
+            },
+            "HunyuanVideoTransformer3DModel", in_channels=8, out_channels=4, guidance_embeds=False,
+            text_embed_dim=16, pooled_projection_dim=16,
+        ),
+        FRAMES | SHORT | {"prompt_template": {"template": "{}", "crop_start": 0}},
+        VIDEO,
+        edits=True,
+    ),
+    "SkyReelsV2ImageToVideoPipeline": TinyPipeline(
+        with_denoiser(
+            WAN | {"image_encoder": clip_vision, **CLIP_IMAGES}, "SkyReelsV2Transformer3DModel", in_channels=36,
+            out_channels=16, image_dim=6, added_kv_proj_dim=24,
+        ),
+        FRAMES,
         VIDEO,
         edits=True,
     ),
@@ -731,8 +825,8 @@ PIPELINES: dict[str, TinyPipeline] = {
 }  # fmt: skip
 
 
-def build(name: str, folder: Path, seed: int = 0) -> Any:
-    """One pipeline in evaluation mode, all weights of its denoiser perturbed."""
+def build(name: str, folder: Path, seed: int = 0, **parts: Any) -> Any:
+    """One pipeline in evaluation mode, all weights of its denoiser perturbed; `parts` stand in for its own."""
     entry, cls = PIPELINES[name], getattr(diffusers, name)
     # Some clean captions with a library that they do not ask for.
     vars(sys.modules[cls.__module__]).setdefault("ftfy", types.SimpleNamespace(fix_text=str))
@@ -742,7 +836,7 @@ def build(name: str, folder: Path, seed: int = 0) -> Any:
     required = {p.name: None for p in parameters if p.default is p.empty}
     takes = {p.name for p in parameters}
     made = {part: make(folder) for part, make in entry.parts.items() if part in takes}
-    pipeline = cls(**{**required, **made})
+    pipeline = cls(**{**required, **made, **parts})
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             silence(part.eval())

@@ -1,9 +1,9 @@
 """What becomes of one tiny pipeline when the Predictor draws with it: the facts of a row of the table.
 
 Of two prompts, where diffusers itself draws two at a time, one process draws what diffusers alone draws, to the
-last bit. Two ranks, each a thread of this process with a Predictor of its own, draw the same to rounding: a prompt
-or a branch of guidance each by `single`, by other methods while all steps are synchronous, and then once more with
-a step that is not.
+last bit; from an image each, where it draws from images and takes several. Two ranks, each a thread of this process
+with a Predictor of its own, draw the same to rounding: a prompt or a branch of guidance each by `single`, by other
+methods while all steps are synchronous, and then once more with a step that is not.
 """
 
 import inspect
@@ -30,7 +30,8 @@ from lightning_diffpipe.sampling.world import World
 from tests.predictor.write_models import reason_of
 
 from .pipelines import PIPELINES, build, prepared
-from .train_pipelines import batch_of
+from .qwen_processor import opened, small_references
+from .train_pipelines import images_of
 
 NUM_STEPS = 2
 CPU = torch.device("cpu")
@@ -91,6 +92,8 @@ class ThreadWorld(World):
         """Says nothing."""
 
 
+@small_references()
+@opened()
 def measure(name: str, folder: Path) -> dict[str, str]:
     """By method, `yes`, or why not in a few words."""
     path = folder / "saved"
@@ -99,7 +102,7 @@ def measure(name: str, folder: Path) -> dict[str, str]:
         plain = prepared(DiffusionPipeline.from_pretrained(path))
     except AttributeError as error:
         return NOTHING | {"single": f"no: diffusers alone fails: {error}"}
-    condition, settings = condition_of(type(plain)), settings_of(name)
+    condition = condition_of(type(plain))
     takes = inspect.signature(type(plain).__call__).parameters
     is_one = condition == "prompt" and "list" not in str(takes["prompt"]).lower()
 
@@ -118,15 +121,18 @@ def measure(name: str, folder: Path) -> dict[str, str]:
 
         return [draw(request) for request in requests_of(settings)]
 
-    prompts = PROMPTS[condition][: 1 if is_one else 2]
-    try:
-        expected = drawn_plainly(prompts)
-    except Exception:
-        prompts = prompts[:1]
+    settings: dict[str, Any] = {}
+    prompts, failure = PROMPTS[condition][: 1 if is_one else 2], None
+    # Two prompts from an image each, or from one, or one prompt.
+    for count, images in dict.fromkeys([(len(prompts), len(prompts)), (len(prompts), 1), (1, 1)]):
+        prompts, settings = prompts[:count], settings_of(name, images)
         try:
             expected = drawn_plainly(prompts)
+            break
         except Exception as error:
-            return NOTHING | {"single": f"no: diffusers alone fails: {error}"}
+            failure = error
+    else:
+        return NOTHING | {"single": f"no: diffusers alone fails: {failure}"}
     assert expected[0].double().std() > 0.01, "an image of nothing"
     settings["prompts"], found = prompts, dict(NOTHING)
     for method in METHODS:
@@ -195,13 +201,13 @@ def drawn_by_two(path: Path, options: MethodOptions, requests: list[dict[str, An
         return world.run(rank)[0]
 
 
-def settings_of(name: str) -> dict[str, Any]:
-    """Arguments of a call that draws one tiny image or video."""
+def settings_of(name: str, count: int = 1) -> dict[str, Any]:
+    """Arguments of a call that draws tiny images or videos, with as many images to start from."""
     entry, cls = PIPELINES[name], getattr(diffusers, name)
     takes = inspect.signature(cls.__call__).parameters
     own = {"height": entry.pixels[-2], "width": entry.pixels[-1], "output_type": "pt"}
     if entry.edits:
-        own[image_of(cls)] = batch_of(name)["condition"][:1]
+        own[image_of(cls)] = images_of(name, count)
     return {n: v for n, v in own.items() if n in takes} | dict(entry.call) | dict(entry.drawn)
 
 

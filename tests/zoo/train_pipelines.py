@@ -14,6 +14,7 @@ import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph import rng
@@ -28,6 +29,7 @@ from tests.graph.steps import step
 from .double import in_double
 from .measure import FLOOR, SEED
 from .pipelines import PIPELINES, build, prepared
+from .qwen_processor import opened, references, small_references
 
 LENGTHS = ("num_frames", "frames", "video_length")
 
@@ -103,15 +105,28 @@ def batch_of(name: str) -> dict[str, Any]:
     entry = PIPELINES[name]
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(entry.num_samples, *entry.pixels, generator=generator)
-    before = torch.rand(*pixels.shape[:2], *pixels.shape[-2:], generator=generator)
+    before = {"condition": torch.rand(*pixels.shape[:2], *pixels.shape[-2:], generator=generator)}
+    if entry.references:
+        before = {"references": references(entry.references, len(pixels))}
     return {
-        **({"condition": before} if entry.edits else {}),
+        **(before if entry.edits else {}),
         "video" if pixels.ndim == 5 else "image": pixels,
         "caption": ["a cat 1", "dog b", "x"][: len(pixels)],
         "class_labels": torch.tensor([1, 5, 3])[: len(pixels)],
     }
 
 
+def images_of(name: str, count: int) -> Any:
+    """What a pipeline's call is given for so many samples: images in [0, 1], or the references of one, as files."""
+    batch = batch_of(name)
+    if "references" not in batch:
+        return batch["condition"][:count]
+    images = [Image.fromarray(each[0]) for each in batch["references"]]
+    return images if len(images) > 1 else images[0]
+
+
+@small_references()
+@opened()
 def measure(name: str, folder: Path) -> Trained:
     """Trains, cuts, saves and draws one pipeline."""
     try:
@@ -163,11 +178,17 @@ def draws_the_same(module: PipelineDiffusion, folder: Path) -> bool:
     options |= {n: v for n, v in entry.call.items() if n in LENGTHS}
     conditions = {"prompt": ["a cat 1"], "class_labels": [3], None: [None]}[module.step.condition]
     noise = lambda: torch.Generator().manual_seed(1)
-    before = batch_of(module.step.name)["condition"][:1] if entry.edits else None
+    before = None
+    if entry.references:
+        before = [each[:1] for each in batch_of(module.step.name)["references"]]
+    elif entry.edits:
+        before = batch_of(module.step.name)["condition"][:1]
     got = module.sample(conditions, 2, generator=noise(), condition=before, **options)
     if before is not None:
-        pil = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(before))
-        options[module.step.image] = pil[0] if module.step.animates else before
+        images = images_of(module.step.name, 1)
+        if module.step.animates:
+            images = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(images))[0]
+        options[module.step.image] = images
     arguments = {**module.hparams.call, **options, "num_inference_steps": 2, "output_type": "pt"}
     if module.step.condition:
         arguments[module.step.condition] = conditions

@@ -72,8 +72,9 @@ its step into two stages, compares loss and gradients with one process in double
 `save_pretrained`, opens that with diffusers alone, and draws with both from the same noise. The rest says what
 cannot be followed.
 
-`QwenImageEditPipeline` and `QwenImageEditPlusPipeline`, which show references to their text encoder, are trained
-so, too, with Flux Kontext from [references](pretrained.md#references): `tests/modules/test_editing.py`.
+`QwenImageEditPipeline` and `QwenImageEditPlusPipeline` learn from [references](pretrained.md#references), and draw
+with those of one prompt; others that edit or animate images have one for each sample, and draw two at a time where
+diffusers does.
 
 The last columns say how the [Predictor](sampling.md) samples it, found by drawing, two prompts at a time where
 diffusers itself can. *Yes* under `single` is what diffusers alone draws, to the last bit, and to rounding where two
