@@ -11,7 +11,6 @@ import argparse
 import statistics
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +24,10 @@ from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
 from lightning_diffpipe.planning.instruction import Encode
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.timeline import Timeline
-from lightning_diffpipe.profiling.measure import Subject, measure_profile
+from lightning_diffpipe.profiling.measure import LayerTimer
 from lightning_diffpipe.runtime.upcoming import Filling
 from lightning_diffpipe.training.pipeline import Pipeline, Process
-from lightning_diffpipe.training.plan_source import PipelineOptions, pool_times
+from lightning_diffpipe.training.plan_source import PipelineOptions, measured_by_all
 from lightning_diffpipe.training.preparation import prepare
 from lightning_diffpipe.viewing.measured import measured_timeline
 
@@ -89,7 +88,7 @@ def model_of(case: Emulated) -> SleepingModel:
 def profile_of(case: Emulated, batch: Tensor) -> ModelProfile:
     """What layers take, by all ranks at once: sleep, and the code around it."""
     module = model_of(case)
-    subject = Subject(
+    timer = LayerTimer(
         module,
         step,
         batch,
@@ -98,7 +97,8 @@ def profile_of(case: Emulated, batch: Tensor) -> ModelProfile:
         repeats=PROFILE_RUNS,
         looks_at_results=False,
     )
-    return measure_profile(subject, pool=partial(pool_times, group=dist.group.WORLD))
+    profile, _ = measured_by_all(timer, dist.group.WORLD)
+    return profile
 
 
 def pipeline_of(rank: int, case: Emulated, filling: str, profile: ModelProfile) -> Pipeline:

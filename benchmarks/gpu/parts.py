@@ -24,7 +24,7 @@ from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.modules.on_paper import ModelOnPaper, OnPaper
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.profiling.measure import Subject, give_back, measure_profile
+from lightning_diffpipe.profiling.measure import LayerTimer, give_back, measure_profile
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 
 SLIDES = {
@@ -175,7 +175,7 @@ def _measured(
     """Times the layers of a model at some numbers of samples."""
     graph = probe(training.module, training.step, training.batch(2))
     return measure_profile(
-        Subject(
+        LayerTimer(
             training.module,
             training.step,
             training.batch(max(max(counts), 2)),

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import main, on_ranks
 from benchmarks.sleeping import Sleeper
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.profiling.measure import Subject, measure_profile
+from lightning_diffpipe.profiling.measure import LayerTimer, measure_profile
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
 from lightning_diffpipe.training.pipeline import Process
 from lightning_diffpipe.training.plan_source import PipelineOptions
@@ -67,11 +67,11 @@ def measure_all(rank: int, num_ranks: int, rounds: int) -> list[dict[str, Any]]:
     """All candidates on a number of ranks, one after the other."""
     batch = torch.zeros(SAMPLES, 4)
     module = SleepingModel()
-    subject = Subject(
+    timer = LayerTimer(
         module, step, batch, probe(module, step, batch[:2]), sample_counts=(1, SAMPLES), repeats=3,
         looks_at_results=False,
     )  # fmt: skip
-    box = [measure_profile(subject) if rank == 0 else None]
+    box = [measure_profile(timer) if rank == 0 else None]
     dist.broadcast_object_list(box)
     return [measure(rank, num_ranks, box[0], *choice, rounds) for choice in candidates(num_ranks)]
 

@@ -16,7 +16,6 @@ import re
 import resource
 import statistics
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,15 @@ from benchmarks.planned_vs_measured.models import CASES, Case
 from benchmarks.planned_vs_measured.sleepers import SLEEPING
 from lightning_diffpipe.comm.bandwidth import measure_cluster
 from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.step import take_samples
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.timeline import Span, Timeline
-from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
-from lightning_diffpipe.profiling.state import take_samples
+from lightning_diffpipe.profiling.measure import LayerTimer, default_counts
 from lightning_diffpipe.training.pipeline import Pipeline, Process
-from lightning_diffpipe.training.plan_source import PipelineOptions, pool_times
+from lightning_diffpipe.training.plan_source import PipelineOptions, measured_by_all
 from lightning_diffpipe.training.preparation import prepare
 from lightning_diffpipe.viewing.measured import explain_gap, measured_timeline
 
@@ -72,7 +71,7 @@ def planned_and_run(case: Case, process: Process, rounds: int) -> dict[str, Any]
     pipeline = prepare(case.make(), step, batch, options, process)
     steps = [one_step(pipeline, batch) for _ in range(WARMUP)]
     module = case.make()
-    subject = Subject(
+    timer = LayerTimer(
         module,
         step,
         batch,
@@ -82,7 +81,7 @@ def planned_and_run(case: Case, process: Process, rounds: int) -> dict[str, Any]
         progress=lambda what, share: steps.append(one_step(pipeline, batch)),
         looks_at_results=False,
     )
-    profile = measure_profile(subject, pool=partial(pool_times, group=dist.group.WORLD))
+    profile, _ = measured_by_all(timer, dist.group.WORLD)
     pipeline.dismantle()
     return compared(pipeline.plan, planned_again(pipeline.plan, profile), steps[WARMUP:])
 

@@ -455,7 +455,7 @@ class StageDrawer:
             pipelines, mesh.device, mesh.backend, mesh.timeout_s, patience_s=mesh.patience_s
         )
         try:
-            with self._pipeline.apart():
+            with self._pipeline.alone():
                 latents = self._sampled(call, links)
         except _RefusedError:
             links.disconnect()

@@ -41,6 +41,9 @@ class Chains:
     joined_by: str = ""
 
 
+ONE_CHAIN = Chains((0,))
+
+
 def find_chains(root: nn.Module, step: Callable[..., Any], batch: Any, graph: LayerGraph) -> Chains:
     """Returns the chains of a probed step; the module, whole and where the batch is, is left as it is."""
     starts = _starts(graph)

@@ -11,19 +11,13 @@ are no part of any stage: wherever they run, their results reach the stages that
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lightning_diffpipe.errors import GraphError, PartitionError
-from lightning_diffpipe.graph.layer import ContainerCall, LayerGraph, TensorKey, Value
+from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
 from lightning_diffpipe.planning.schedule import Route, route
-
-FROZEN_SHARE = 0.1
-"""A container whose frozen layers make more than this share of its cost stays expanded."""
-
-_SKIP_SHARE = 16
-"""Tensors that skip less than this part of the path matter to no placement: stages are longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,91 +240,3 @@ def require_hooks_within_stages(graph: LayerGraph, pieces: Cut) -> None:
                 "Register the hook inside the forward of the layer that makes the tensor, which sees all of it; or "
                 "to scale a gradient write h * s + (h * (1 - s)).detach()"
             )
-
-
-def boundary_bytes(graph: LayerGraph) -> tuple[int, ...]:
-    """Returns bytes that cross a cut before each position of the path (0 .. len(path)).
-
-    Containers before the cut count as folded: of a residual stream only the sum crosses. These are the sizes for
-    the batch the graph was probed with; what the loss reads crosses the end.
-    """
-    path = graph.path
-    foldable = {call for call in graph.calls if _folds(graph, call)}
-    crossing: set[Value] = set(graph.stream(len(graph.layers)))
-    sizes = [0] * (len(path) + 1)
-    for k in range(len(path), 0, -1):
-        if k < len(path):
-            crossing |= graph.stream(path[k])
-        stop = path[k] if k < len(path) else len(graph.layers)
-        sizes[k] = _crossing_bytes(graph, crossing, stop, foldable)
-    return tuple(sizes)
-
-
-def _crossing_bytes(
-    graph: LayerGraph, wanted: Iterable[Value], stop: int, foldable: Container[ContainerCall]
-) -> int:
-    """Returns bytes of what was made before layer `stop` on the path, among what is wanted later."""
-    total, seen, stack = 0, set(wanted), list(wanted)
-    while stack:
-        value = stack.pop()
-        if not isinstance(value, int):
-            made_before = value[0] < stop and not graph.layers[value[0]].frozen
-            total += graph.spec(value).nbytes if made_before else 0
-            continue
-        output = graph.folded[value]
-        if output.call.stop <= stop and output.call in foldable:
-            total += output.num_bytes
-        else:
-            stack += output.parts - seen
-            seen |= output.parts
-    return total
-
-
-def skips(graph: LayerGraph) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """Returns tensors of the path that are read far after they are made.
-
-    Returns:
-        For each its bytes, for the batch that was probed; the position in the path of the layer that makes it (of
-        a container: its last one); and those of the layers that read it, the length of the path for the loss.
-    """
-    path = graph.path
-    at = {layer: position for position, layer in enumerate(path)}
-    foldable = {call for call in graph.calls if _folds(graph, call)}
-    readers: dict[Value, set[int]] = {}
-    for position, reader in enumerate((*path, len(graph.layers))):
-        stack, seen = list(graph.stream(reader)), set[Value]()
-        while stack:
-            value = stack.pop()
-            output = graph.folded[value] if isinstance(value, int) else None
-            if output and (len(output.parts) == 1 or output.call not in foldable):
-                stack += output.parts - seen  # passed through as it is, or never whole
-                seen |= output.parts
-            else:
-                readers.setdefault(value, set()).add(position)
-    long_reads = []
-    for value, positions in readers.items():
-        if isinstance(value, int):
-            folded = graph.folded[value]
-            inside, size = range(folded.call.first, folded.call.stop), folded.num_bytes
-        else:
-            inside, size = range(value[0], value[0] + 1), graph.spec(value).nbytes
-        maker = max((at[layer] for layer in inside if layer in at), default=len(path))
-        later = tuple(sorted(position for position in positions if position > maker))
-        if later and later[-1] - maker >= max(2, len(path) // _SKIP_SHARE):
-            long_reads.append((size, maker, later))
-    return tuple(sorted(long_reads))
-
-
-def _folds(graph: LayerGraph, call: ContainerCall) -> bool:
-    """Returns whether a container becomes one layer of a stage if it is within it."""
-    on_path = any(not graph.layers[i].frozen for i in range(call.first, call.stop))
-    stays = call.draws_random or call.name in graph.leaky or is_mixed(graph, call)
-    return on_path and not stays
-
-
-def is_mixed(graph: LayerGraph, call: ContainerCall) -> bool:
-    """Returns whether a container holds trained layers and much frozen work."""
-    layers = [graph.layers[i] for i in range(call.first, call.stop)]
-    total = sum(layer.cost_flops for layer in layers)
-    frozen = sum(layer.cost_flops for layer in layers if layer.frozen)
-    return not all(layer.frozen for layer in layers) and frozen > FROZEN_SHARE * total

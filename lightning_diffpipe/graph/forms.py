@@ -279,6 +279,15 @@ MOST_FORMS = 8
 _NOTHING = contextlib.nullcontext()
 
 
+def too_many_forms(number: int) -> str:
+    """Returns the message for a step that takes too many forms."""
+    return (
+        f"the step takes {number} forms, that is, calls its layers in so many ways, and {MOST_FORMS} can be "
+        "planned, as each is probed by itself. Let fewer coins choose what it calls, or move the branch inside the "
+        "forward of one module"
+    )
+
+
 def survey(
     root: nn.Module,
     step: Callable[..., Any],

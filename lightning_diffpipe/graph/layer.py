@@ -33,6 +33,9 @@ TensorKey = tuple[int, int]
 Attribute = tuple[str, str]
 """(qualified name of a module or parameter, name of its attribute)."""
 
+FROZEN_SHARE = 0.1
+"""A container whose frozen layers make more than this share of its cost stays expanded."""
+
 CONSTANT_TYPES = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 """Stubs return outputs of these types as the probe saw them; they are compared where they are made."""
 
@@ -325,6 +328,13 @@ class LayerGraph:
         """Returns whether a gradient for this tensor flows back to the stage that made it."""
         layer = self.layers[key[0]]
         return self.spec(key).requires_grad and layer.carries_gradient and not layer.frozen
+
+    def is_mixed(self, call: ContainerCall) -> bool:
+        """Returns whether a container holds trained layers and much frozen work."""
+        layers = [self.layers[i] for i in range(call.first, call.stop)]
+        total = sum(layer.cost_flops for layer in layers)
+        frozen = sum(layer.cost_flops for layer in layers if layer.frozen)
+        return not all(layer.frozen for layer in layers) and frozen > FROZEN_SHARE * total
 
     def output_bytes(self, layer: Layer) -> int:
         """Returns bytes of all tensors that a layer returns, for the batch that was probed."""

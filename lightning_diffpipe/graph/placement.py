@@ -173,38 +173,39 @@ def place_parameters(
         raise GraphError(
             f"{gone[0]} was freed on this rank; load it with restore_parameter() first"
         )
-    foreign, others = [], dict[Tensor, nn.Parameter]()
+    place = torch.device(device)
+    foreign, replacements = [], dict[Tensor, nn.Parameter]()
     for name, parameter in parameters.items():
         if stored_value(parameter) is None:
             forget_stored(parameter)
         if name in resident and name not in later:
             if is_quantized_later(parameter):
-                others[parameter] = _quantized(parameter, device)
-            elif (other := moved(parameter, torch.device(device))) is not parameter:
-                others[parameter] = other
+                replacements[parameter] = _quantized(parameter, place)
+            elif (placed := moved(parameter, place)) is not parameter:
+                replacements[parameter] = placed
             continue
         value = parameter.detach()
         if is_traceable_wrapper_subclass(parameter):  # whose data cannot be that of a plain one
-            others[parameter] = placeholder_of(parameter, torch.device(device))
-            keep_notes(parameter, others[parameter])
-            parameter = others[parameter]
+            replacements[parameter] = placeholder_of(parameter, place)
+            keep_notes(parameter, replacements[parameter])
+            parameter = replacements[parameter]
         if name in later:
-            _offload(name, parameter, value, device)
+            _offload(name, parameter, value, place)
             continue
-        _free(parameter, torch.device(device))
+        _free(parameter, place)
         if whereabouts is not None:
             setattr(parameter, _WHERE, f"{name} lives on {whereabouts.get(name, 'another rank')}")
         foreign.append(name)
-    replace_parameters(root, others)
+    replace_parameters(root, replacements)
     for module in root.modules():
         for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != torch.device(device):
-                module._buffers[key] = buffer.to(device)
-    for module in root.modules():  # what `.to()` moves besides
+            if buffer is not None and buffer.device != place:
+                module._buffers[key] = buffer.to(place)
+    for module in root.modules():  # `.to()` moves more than parameters and buffers
         if "_device" in module.__dict__:  # what `LightningModule.device` answers
-            module.__dict__["_device"] = torch.device(device)
+            module.__dict__["_device"] = place
         if has_own_tensors(module):
-            module._apply(lambda tensor: tensor.to(device))
+            module._apply(lambda tensor: tensor.to(place))
     return tuple(foreign)
 
 

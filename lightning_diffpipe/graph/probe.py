@@ -24,7 +24,7 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError, clear_variables
-from lightning_diffpipe.graph.cut import cut, is_mixed
+from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.discovery import LayerLeakError, StepProbe
 from lightning_diffpipe.graph.fakes import (
     NoCopyError,
@@ -76,8 +76,8 @@ def probe(
         GraphError: The step cannot be cut: it takes gradients itself, has no trained parameter, reads parameters
             nobody registered, or differs from `layer_names`.
     """
-    subject = StepProbe(root, step, batch, seed, form=form)
-    graph = _in_some_mode(mode, subject, lambda run: run.discover(max_share, layer_names))
+    step_probe = StepProbe(root, step, batch, seed, form=form)
+    graph = _in_some_mode(mode, step_probe, lambda run: run.discover(max_share, layer_names))
     if layer_names is not None and graph.layer_names != tuple(layer_names):
         raise _other_sequence(layer_names, graph.layer_names)
     return graph
@@ -142,8 +142,8 @@ def probe_named(
         GraphError: They are not, or values leave them by another way than being returned.
     """
     layers = {*names, *(graph.layers[i].name for i in graph.frozen)}
-    subject = StepProbe(root, step, batch, seed, form=graph.form)
-    new = _in_some_mode(_how_known(graph), subject, lambda run: run.discover_named(layers))
+    step_probe = StepProbe(root, step, batch, seed, form=graph.form)
+    new = _in_some_mode(_how_known(graph), step_probe, lambda run: run.discover_named(layers))
     if new.path_names != tuple(names):
         raise GraphError(f"the trained layers are others: {other_calls(names, new.path_names)}")
     return new
@@ -196,9 +196,9 @@ def _traced(
     `call_results` is that of the graph, where nothing can have changed what its modules compute since.
     """
     shared = call_results or CallResults()
-    subject = StepProbe(root, step, batch, seed, form=graph.form, call_results=shared)
+    step_probe = StepProbe(root, step, batch, seed, form=graph.form, call_results=shared)
     trace = lambda run: run.trace(layers, containers, known=graph)
-    return _in_some_mode(_how_known(graph), subject, trace)
+    return _in_some_mode(_how_known(graph), step_probe, trace)
 
 
 def _how_known(graph: LayerGraph) -> Mode:
@@ -210,29 +210,29 @@ def _other_sequence(expected: Sequence[str], got: Sequence[str]) -> GraphError:
 
 
 def _in_some_mode(
-    mode: Mode, subject: StepProbe, work: Callable[[StepProbe], LayerGraph]
+    mode: Mode, step_probe: StepProbe, work: Callable[[StepProbe], LayerGraph]
 ) -> LayerGraph:
     """Works on a fake copy of the module, or on the module itself."""
     reason = "asked for"
     if mode in ("auto", "fake"):
         with without_garbage_collection():
-            outcome = _without_values(subject, work, allow_failure=mode == "auto")
+            outcome = _without_values(step_probe, work, allow_failure=mode == "auto")
         if isinstance(outcome, LayerGraph):
             if outcome.num_samples != 1:
                 return outcome
             # The strides of a single sample are ambiguous, and fake kernels decide otherwise than real ones; random
             # numbers of `*_like` depend on them. So one forward pass finds the real ones.
             try:
-                with untouched(subject.module):
-                    return subject.with_observed_strides(outcome)
+                with untouched(step_probe.module):
+                    return step_probe.with_observed_strides(outcome)
             except Exception as error:
                 _log.info("keeping the strides of the fake probe: %s", str(error))
                 return outcome
         reason = outcome
-    if any(is_placeholder(p) for p in subject.module.parameters()):
+    if any(is_placeholder(p) for p in step_probe.module.parameters()):
         _log.warning("probing a step that needs values while parameters live on other ranks")
-    with untouched(subject.module):
-        return work(replace(subject, mode=f"real ({reason})"))
+    with untouched(step_probe.module):
+        return work(replace(step_probe, mode=f"real ({reason})"))
 
 
 _READ_NO_VALUES = (
@@ -242,12 +242,12 @@ _READ_NO_VALUES = (
 
 
 def _without_values(
-    subject: StepProbe, work: Callable[[StepProbe], LayerGraph], allow_failure: bool
+    step_probe: StepProbe, work: Callable[[StepProbe], LayerGraph], allow_failure: bool
 ) -> LayerGraph | str:
     """Returns the graph of a run on fake tensors, or why the step cannot be run on them."""
     mode = TrackedFakeMode()
     try:
-        return _on_fakes(subject, work, mode)
+        return _on_fakes(step_probe, work, mode)
     except (GraphError, ConfigurationError) as error:  # a refusal, with values or without
         clear_variables(error)  # among them are fake tensors
         raise
@@ -273,11 +273,14 @@ def _without_values(
 
 
 def _on_fakes(
-    subject: StepProbe, work: Callable[[StepProbe], LayerGraph], mode: TrackedFakeMode
+    step_probe: StepProbe, work: Callable[[StepProbe], LayerGraph], mode: TrackedFakeMode
 ) -> LayerGraph:
     """Works on a fake copy, which dies with this frame, before `forget_fakes` looks for what survived."""
-    with fakes_failing_quietly(), untouched(subject.module, ()):  # the probe goes on with real ones
-        return work(subject.on_fakes(mode))
+    with (
+        fakes_failing_quietly(),
+        untouched(step_probe.module, ()),
+    ):  # the probe goes on with real ones
+        return work(step_probe.on_fakes(mode))
 
 
 def fold(
@@ -302,7 +305,7 @@ def fold(
     expanded = graph.leaky | {
         call.name
         for call in graph.calls
-        if len(stages_in(call)) > 1 or call.draws_random or is_mixed(graph, call)
+        if len(stages_in(call)) > 1 or call.draws_random or graph.is_mixed(call)
     }
     while True:
         layers = {*graph.layer_names, *(call.name for call in graph.calls)} - expanded

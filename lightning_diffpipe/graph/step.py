@@ -137,6 +137,15 @@ def change_samples(
     ]
 
 
+def take_samples(
+    batch: Any, total: int, count: int, form: BatchForm | ModuleSplit | None = None
+) -> Any:
+    """Returns the first `count` samples of a batch of `total`; all that has another length is shared by all."""
+    if isinstance(form, ModuleSplit):
+        return batch if count == total else form.split(batch, [count, total - count])[0]
+    return change_samples(batch, total, [lambda part: part[:count]])[0]
+
+
 def _decided(batch: Any, num_samples: int) -> tuple[list[Any], BatchForm]:
     """Returns the leaves of a batch, and its form."""
 
@@ -268,8 +277,8 @@ def output_rows(
     return [rows(size, larger, num_samples) for size, larger in zip(dims, more, strict=True)]
 
 
-Step = Callable[[Any, Any], Any]
-"""`step(module, batch)` returns the loss, or a mapping with the key "loss"."""
+Step = Callable[..., Any]
+"""`step(module, batch, *arguments)` returns the loss, or a mapping with the key "loss"."""
 
 
 @dataclass(frozen=True)

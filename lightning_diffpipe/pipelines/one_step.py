@@ -407,24 +407,24 @@ class OneStep:
         image_noise: tuple[float, float] | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """Runs the call on a copy of the pipeline, until something raises `Captured` or it ends."""
+        """Runs the call on a copy of the pipeline, until something raises `Captured` or it ends.
+
+        Args:
+            draw: Returns what the call gets as its noise, by shape.
+            timesteps: Timestep of each sample, `(B,)`.
+            conditions: Prompt, or class, of each sample.
+            further: Further arguments of the call.
+            parts: Components of the pipeline by name, which are replaced in the copy.
+            on_step: Returns the next latents for a prediction and the latents it was made from.
+            on_decode: Gets the input of the decoder.
+            image_noise: See `encoding_first_frames`.
+            generator: Generator of that noise.
+        """
         pipeline = copy.copy(self._pipeline)
         # A class that knows where it runs: diffusers looks at every module for that.
         cls, device = type(pipeline), property(lambda self: self.device_of_latents)
         pipeline.__class__ = type(cls.__name__, (cls,), {"_execution_device": device})
-        attributes = vars(pipeline)
-        attributes.update(parts, device_of_latents=timesteps.device)
-        by_sample = {n: v for n, v in further.items() if n in self.sizes and isinstance(v, Tensor)}
-        further = {n: v for n, v in further.items() if n not in by_sample}
-        times = timesteps
-        # A pipeline that takes one time gets that; to the denoiser go those of the samples in its place.
-        if self.time is not None:
-            times = torch.tensor(self.time, dtype=timesteps.dtype)
-            by_sample[TIME] = timesteps[:, None]
-        denoiser = per_sample(parts[self.denoiser], self.places, by_sample)
         dtype = _dtype_of(parts[self.denoiser])
-        # A pipeline takes the type of one of its denoisers for that of all.
-        attributes.update({name: StandIn(parts[name], dtype=dtype) for name in self._others})
         is_over, drawn = False, list[Tensor]()
 
         def step(prediction: Tensor, sample: Tensor) -> Tensor:
@@ -439,31 +439,21 @@ class OneStep:
             drawn.append(draw(shape))
             return drawn[-1]
 
-        attributes["scheduler"] = one_timestep(parts["scheduler"], times, step)
+        by_sample = {n: v for n, v in further.items() if n in self.sizes and isinstance(v, Tensor)}
+        further = {n: v for n, v in further.items() if n not in by_sample}
+        times = timesteps
+        # A pipeline that takes one time gets that; to the denoiser go those of the samples in its place.
+        if self.time is not None:
+            times = torch.tensor(self.time, dtype=timesteps.dtype)
+            by_sample[TIME] = timesteps[:, None]
+        readers = self._readers(parts, dtype)
+        attributes = vars(pipeline)
+        attributes.update(parts, device_of_latents=timesteps.device)
+        # A pipeline takes the type of one of its denoisers for that of all.
+        attributes.update({name: StandIn(parts[name], dtype=dtype) for name in self._others})
+        attributes.update(readers, scheduler=one_timestep(parts["scheduler"], times, step))
         attributes["_progress_bar_config"] = {"disable": True}
-        processor: PaddingProcessor | None = None
-        for name, part in parts.items():
-            if name.startswith("tokenizer") and part is not None:
-                attributes[name] = PaddingTokenizer(part, self.note_tokens)
-            elif isinstance(getattr(part, "real", part), ProcessorMixin) and self._most_tokens:
-                processor = PaddingProcessor(part, self._most_tokens, self.note_tokens)
-                attributes[name] = processor
-            elif name.startswith("text_encoder") and part is not None:
-                encoder = of_type(part, dtype)
-                if name in self._generating:
-                    # Nobody reads the keys and values that such a model keeps for tokens to come.
-                    encoder = StandIn(encoder, call=partial(encoder, use_cache=False))
-                attributes[name] = encoder
-            elif name.startswith("image_encoder") and part is not None:
-                attributes[name] = encoder_of_images(part)
-            elif isinstance(part, BaseImageProcessor):
-                attributes[name] = tensor_processor(part)
-            elif hasattr(part, "num_conditions"):  # guidance as a part of its own
-                attributes[name] = part.new(guidance_scale=1.0)
-        if self._most_tokens and self._masks_states:
-            num_image_tokens = lambda: processor.num_image_tokens if processor else 0
-            denoiser = of_length(denoiser, lambda: self._most_tokens + num_image_tokens())
-        attributes[self.denoiser] = denoiser
+        attributes[self.denoiser] = self._denoiser_of(parts, by_sample, readers)
         if self.decoder is not None:
             encode, images = None, further.get(self.image)
             if self.animates and images is not None:
@@ -480,6 +470,44 @@ class OneStep:
             attributes[name] = method if is_static else types.MethodType(method, pipeline)
         with contextlib.suppress(Captured):
             call(pipeline, **self._given(conditions, len(timesteps), further))
+
+    def _readers(self, parts: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        """Returns what stands in for the parts that read prompts and images, and for guidance, by name."""
+        readers: dict[str, Any] = {}
+        for name, part in parts.items():
+            if part is None:
+                continue
+            if name.startswith("tokenizer"):
+                readers[name] = PaddingTokenizer(part, self.note_tokens)
+            elif isinstance(getattr(part, "real", part), ProcessorMixin) and self._most_tokens:
+                readers[name] = PaddingProcessor(part, self._most_tokens, self.note_tokens)
+            elif name.startswith("text_encoder"):
+                encoder = of_type(part, dtype)
+                if name in self._generating:
+                    # Nobody reads the keys and values that such a model keeps for tokens to come.
+                    encoder = StandIn(encoder, call=partial(encoder, use_cache=False))
+                readers[name] = encoder
+            elif name.startswith("image_encoder"):
+                readers[name] = encoder_of_images(part)
+            elif isinstance(part, BaseImageProcessor):
+                readers[name] = tensor_processor(part)
+            elif hasattr(part, "num_conditions"):  # guidance as a part of its own
+                readers[name] = part.new(guidance_scale=1.0)
+        return readers
+
+    def _denoiser_of(
+        self, parts: Mapping[str, Any], by_sample: Mapping[str, Tensor], readers: Mapping[str, Any]
+    ) -> Any:
+        """Returns the denoiser that gets arguments of each sample, and states of prompts of one length."""
+        denoiser = per_sample(parts[self.denoiser], self.places, by_sample)
+        if not (self._most_tokens and self._masks_states):
+            return denoiser
+        processors = [part for part in readers.values() if isinstance(part, PaddingProcessor)]
+
+        def length() -> int:
+            return self._most_tokens + sum(part.num_image_tokens for part in processors[-1:])
+
+        return of_length(denoiser, length)
 
     def _given(
         self, conditions: Sequence[Any], num_samples: int, further: Mapping[str, Any]

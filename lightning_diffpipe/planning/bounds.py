@@ -253,7 +253,7 @@ class StageNeeds:
         for waiting, load in self.held[stage]:
             prefix = model.need_bytes(*waiting, num_holders)
             before, after = boundary_samples(waiting)
-            fixed = load.resident + load.beside + before * boundary[first] - prefix[first]
+            fixed = load.resident + load.concurrent + before * boundary[first] - prefix[first]
             needs = [fixed + prefix[stop] + after * boundary[stop] for stop in stops]
             if model.recomputes:
                 runs = [LayerRun(first, stop) for stop in stops]

@@ -148,8 +148,8 @@ class Search:
         elif not shape.spec.flushes and shape.num_ranks > 1:
             # The slowest stage or link sets the pace, which PipeDream's recurrence makes fast.
             rules = ("pipedream", "minimax", "parameters")
-            wishes = (replace(self.options, partition=rule) for rule in rules)
-            fast = (cut for wish in wishes for cut in baseline_cuts(self.model, wish, shape))
+            by_rule = (replace(self.options, partition=rule) for rule in rules)
+            fast = (cut for options in by_rule for cut in baseline_cuts(self.model, options, shape))
             self._try_all(shape, every if few else set(fast))
         elif few:
             if shape.spec.opposite:  # the most even of cuts that are as good

@@ -44,6 +44,7 @@ from lightning_diffpipe.planning.passes import folded, runs_of, schedule_of_pass
 from lightning_diffpipe.planning.plan import PipelinePlan, Planned
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.proposals import Shape
+from lightning_diffpipe.planning.savings import copies, streamed_runs
 from lightning_diffpipe.planning.schedule import Placement, Schedule, ScheduleSpec, Ticks
 from lightning_diffpipe.planning.schedules.pipedream import loop_program
 from lightning_diffpipe.planning.simulator import (
@@ -54,7 +55,6 @@ from lightning_diffpipe.planning.simulator import (
     period_s,
     simulate,
 )
-from lightning_diffpipe.planning.streaming import copies, streamed_runs
 from lightning_diffpipe.planning.timeline import Timeline
 
 NUM_MIXTURES = 8

@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from graphlib import TopologicalSorter
 from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from lightning_diffpipe.errors import ScheduleError
@@ -197,15 +198,19 @@ def encode_parts(
         groups = [0] * (num_ranks - sharing) + [stop - start for start, stop in pairwise(bounds)]
     if sum(groups) != total or len(groups) != num_ranks or min(groups) < 0:
         raise ScheduleError(f"{total} groups cannot be shared as {tuple(groups)}")
-    owners = (rank for rank, count in enumerate(groups) for _ in range(count))
-    microbatches = enumerate(microbatch_sizes)
-    starts = [(m, start) for m, size in microbatches for start in range(0, size, group_size)]
-    runs = groupby(zip(owners, starts, strict=True), key=lambda each: (each[0], each[1][0]))
+    ranks = (rank for rank, count in enumerate(groups) for _ in range(count))
+    starts = (
+        (microbatch, start)
+        for microbatch, size in enumerate(microbatch_sizes)
+        for start in range(0, size, group_size)
+    )
+    # By group, in the order of the samples: its rank, its microbatch, and its first sample there.
+    by_group = ((rank, *start) for rank, start in zip(ranks, starts, strict=True))
     parts: list[EncodePart] = []
-    for index, ((rank, microbatch), run) in enumerate(runs):
-        group_starts = [start for _, (_, start) in run]
-        stop = min(group_starts[-1] + group_size, microbatch_sizes[microbatch])
-        parts.append(EncodePart(index, rank, microbatch, group_starts[0], stop))
+    for (rank, microbatch), run in groupby(by_group, key=itemgetter(0, 1)):
+        firsts = [first for _, _, first in run]
+        stop = min(firsts[-1] + group_size, microbatch_sizes[microbatch])
+        parts.append(EncodePart(len(parts), rank, microbatch, firsts[0], stop))
     return tuple(parts)
 
 

@@ -180,11 +180,11 @@ def _lower_program(
     return out
 
 
-Due = tuple[dict[Instruction, tuple[Receive, ...]], ...]
+ReceiveStarts = tuple[dict[Instruction, tuple[Receive, ...]], ...]
 
 
-def lower_for_devices(schedule: Schedule) -> tuple[Schedule, Due]:
-    """Adds communication to a schedule of devices that run receives; returns `receives_due` as well.
+def lower_for_devices(schedule: Schedule) -> tuple[Schedule, ReceiveStarts]:
+    """Adds communication to a schedule of devices that run receives; returns `receive_starts` as well.
 
     A receive that has to begin early needs its buffer by then, so more are posted ahead where ranks hold several
     stages: as few as let hosts wait for their devices anywhere.
@@ -195,23 +195,23 @@ def lower_for_devices(schedule: Schedule) -> tuple[Schedule, Due]:
     fewest = 2 if schedule.num_stages > schedule.num_ranks else 1
     for num_ahead in range(fewest, fewest + schedule.num_microbatches * schedule.num_stages):
         lowered = lower(schedule, num_ahead=num_ahead)
-        due = receives_due(lowered)
+        starts = receive_starts(lowered)
         num_posted = sum(isinstance(i, Receive) for program in lowered.programs for i in program)
-        if num_posted == sum(len(receives) for of_rank in due for receives in of_rank.values()):
-            return lowered, due
+        if num_posted == sum(len(receives) for of_rank in starts for receives in of_rank.values()):
+            return lowered, starts
     raise ScheduleError(
         f"ranks of these {schedule.num_stages} stages and {schedule.num_microbatches} microbatches wait for each "
         "other's messages in a circle where a device is waited for; choose schedule=1f1b"
     )
 
 
-def receives_due(schedule: Schedule) -> Due:
+def receive_starts(schedule: Schedule) -> ReceiveStarts:
     """Returns, by rank, the receives that begin before an instruction; those of an edge in the order of the sends.
 
     Example:
         >>> from lightning_diffpipe.planning.lowering import lower
         >>> from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
-        >>> of_rank = receives_due(lower(one_f_one_b(2, 2)))
+        >>> of_rank = receive_starts(lower(one_f_one_b(2, 2)))
         >>> {str(at): [str(receive) for receive in receives] for at, receives in of_rank[0].items()}
         {'0g0?1': ['0g0<1'], '0g1?1': ['0g1<1']}
     """
@@ -219,16 +219,20 @@ def receives_due(schedule: Schedule) -> Due:
     hosts = [_Host(rank, program, sent, started) for rank, program in enumerate(schedule.programs)]
     while any(host.goes_on() for host in hosts) or any(host.begins_early() for host in hosts):
         pass
-    return tuple({at: tuple(receives) for at, receives in host.due.items()} for host in hosts)
+    return tuple({at: tuple(receives) for at, receives in host.starts.items()} for host in hosts)
 
 
 class _Host:
-    """A rank that waits for its device before every instruction; `due` maps instructions to receives that begin."""
+    """A rank that waits for its device before every instruction.
+
+    Attributes:
+        starts: Receives that begin before an instruction.
+    """
 
     def __init__(
         self, rank: int, program: Program, sent: set[Message], started: set[Message]
     ) -> None:
-        self.due: dict[Instruction, list[Receive]] = {}
+        self.starts: dict[Instruction, list[Receive]] = {}
         self._rank, self._program, self._sent, self._started = rank, program, sent, started
         self._position = 0
         self._posted: dict[int, deque[Message]] = defaultdict(deque)  # by sender, not started
@@ -272,6 +276,6 @@ class _Host:
         return False
 
     def _begin(self, message: Message) -> None:
-        self.due.setdefault(self._program[self._position], []).append(message.receive())
+        self.starts.setdefault(self._program[self._position], []).append(message.receive())
         self._under_way.append(message)
         self._started.add(message)

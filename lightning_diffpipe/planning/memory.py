@@ -51,7 +51,7 @@ class StageLoad(NamedTuple):
 
     Attributes:
         read: Samples whose encodings it reads.
-        beside: Bytes of encodings that it computes while it holds activations.
+        concurrent: Bytes of encodings that it computes while it holds activations.
         made: Bytes of encodings that it makes.
         working: Bytes on which a frozen layer runs.
         resident: Bytes of the encoders that it holds in training.
@@ -59,7 +59,7 @@ class StageLoad(NamedTuple):
     """
 
     read: int = 0
-    beside: float = 0.0
+    concurrent: float = 0.0
     made: float = 0.0
     working: float = 0.0
     resident: float = 0.0
@@ -103,9 +103,9 @@ class FrozenLoad:
     def of_stage(self, model: CostModel, stage: int) -> StageLoad:
         """Returns the load of a rank that holds one stage."""
         made, working = self._made_bytes(model), self.working * model.working_bytes_per_sample
-        beside, resident = made + working if self.fills else 0.0, self.resident_bytes(model)
+        concurrent, resident = made + working if self.fills else 0.0, self.resident_bytes(model)
         before = self.bytes_before(model)
-        return StageLoad(self.read[stage], beside, made, working, resident, before)
+        return StageLoad(self.read[stage], concurrent, made, working, resident, before)
 
     def resident_bytes(self, model: CostModel) -> int:
         """Returns bytes of the encoders that the rank holds in training."""
@@ -202,8 +202,8 @@ def rank_bytes(
         active += state_slot_bytes(model, [runs[stage] for stage in peak])
     if load is None:  # there are no encoders
         return round(resident + active)
-    beside, alone = load.num_bytes(model, runs)
-    training = load.resident_bytes(model) + resident + max(active + beside, alone)
+    concurrent, alone = load.num_bytes(model, runs)
+    training = load.resident_bytes(model) + resident + max(active + concurrent, alone)
     return round(max(training, load.bytes_before(model)))
 
 

@@ -461,22 +461,22 @@ def _check_encodes(plan: PipelinePlan) -> None:
         raise PlanError(f"plan: programs: frozen part {min(rank_of_part)} is never run")
 
 
-def check_wishes(plan: PipelinePlan, wishes: PlanOptions, num_pipelines: int) -> None:
+def check_options(plan: PipelinePlan, options: PlanOptions, num_pipelines: int) -> None:
     """Checks that nothing else is asked for than a plan does; it may be followed by any number of pipelines.
 
     Raises:
         PlanError: Names every option that differs, with both values.
     """
-    decided, replicas = _decided(plan, num_pipelines), wishes.num_replicas
-    wished = {name: getattr(wishes, name) for name in decided}
+    decided, replicas = _decided(plan, num_pipelines), options.num_replicas
+    asked = {name: getattr(options, name) for name in decided}
     if isinstance(replicas, int):
-        wished["num_replicas"] = (replicas,) * plan.num_stages
-    if wishes.schedule == DEFAULT_SCHEDULE:  # of the strategy: nobody has asked for it
-        wished["schedule"] = "auto"
-    odd = {name: value for name, value in decided.items() if wished[name] not in ("auto", value)}
+        asked["num_replicas"] = (replicas,) * plan.num_stages
+    if options.schedule == DEFAULT_SCHEDULE:  # of the strategy: nobody has asked for it
+        asked["schedule"] = "auto"
+    odd = {name: value for name, value in decided.items() if asked[name] not in ("auto", value)}
     if odd:
         have = ", ".join(f"{name}={value}" for name, value in odd.items())
-        listed = ", ".join(f"{name}={getattr(wishes, name)}" for name in odd)
+        listed = ", ".join(f"{name}={getattr(options, name)}" for name in odd)
         raise PlanError(
             f"the plan has {have}, but {listed} is asked for beside it, and a plan that is given is followed as it "
             f"is: leave {', '.join(odd)} out, or plan again with {listed}"

@@ -27,7 +27,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, takewhile
+from itertools import accumulate, pairwise, takewhile
 
 from lightning_diffpipe.errors import ProfileError
 from lightning_diffpipe.planning.codec import Node, read_fields, stored, write
@@ -136,9 +136,9 @@ class LayerProfile:
         streamable_bytes: Bytes of those of its parameters that are frozen, and that nothing else reads.
         largest_gradient_bytes: Bytes of the largest of its gradients; 0 if unknown.
         uncheckpointed: The layer as it is without activation checkpointing, where the backward recomputes its
-            activations; see `recomputation.py`.
+            activations; see `savings.py`.
         streamed_bytes: Bytes of its parameters that are copied from host memory for each run, and do not count as
-            `parameter_bytes`; see `streaming.py`.
+            `parameter_bytes`; see `savings.py`.
     """
 
     name: str
@@ -457,12 +457,12 @@ def encoded_first(profile: ModelProfile) -> ModelProfile:
     return replace(profile, encoders=tuple(map(stored_first, profile.encoders)))
 
 
-def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
+def joined(profile: ModelProfile, opposite: bool = False) -> ModelProfile:
     """Makes a profile of one backbone that has the layers of all, one after the other.
 
-    With `apart` backbones stay chains of their own, whose stages are on the same ranks: nothing crosses from one to
-    the next, and `BackboneProfile.chains` names them. Else what the loss reads of a backbone crosses the cuts of
-    all later ones.
+    Where they run in opposite directions they stay chains of their own, whose stages are on the same ranks: nothing
+    crosses from one to the next, and `BackboneProfile.chains` names them. Else what the loss reads of a backbone
+    crosses the cuts of all later ones.
     """
     if len(profile.backbones) == 1:
         return profile
@@ -474,22 +474,43 @@ def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
         chains.append((backbone.name, start))
         for layer in backbone.layers:
             across = layer.boundary_bytes_per_sample + passing
-            if apart and layer is backbone.layers[-1]:
+            if opposite and layer is backbone.layers[-1]:
                 across = 0
             layers.append(replace(layer, boundary_bytes_per_sample=across))
         # The loss, a reader after the last layer, comes after those of all backbones.
-        joined_at = lambda at, by=start, stop=num_layers: by + at if at < stop or apart else total
+        joined_at = lambda at, by=start, stop=num_layers: (
+            by + at if at < stop or opposite else total
+        )
         skips += [skip.moved(joined_at) for skip in backbone.skips]
-        passing += 0 if apart else backbone.layers[-1].boundary_bytes_per_sample
+        passing += 0 if opposite else backbone.layers[-1].boundary_bytes_per_sample
     whole = BackboneProfile(
         "+".join(b.name for b in profile.backbones),
         tuple(layers),
         next((b.repeated_s for b in profile.backbones if b.repeated_s), None),
         Seconds.sum(split_s) if split_s else None,
         tuple(sorted(skips, key=lambda skip: (skip.bytes_per_sample, skip.made))),
-        chains=tuple(chains) if apart else (),
+        chains=tuple(chains) if opposite else (),
     )
     return replace(profile, backbones=(whole,))
+
+
+def of_step(
+    profile: ModelProfile, starts: Sequence[int], seen: FormsSeen | None = None
+) -> ModelProfile:
+    """Returns the profile of the layers of a step, with its backbones and call sequences.
+
+    Args:
+        profile: Costs of these layers, perhaps of a step that joins or separates other backbones.
+        starts: First layers of the backbones of the step.
+        seen: Call sequences of the step, which none of the layers' times tell; None if there is only one.
+    """
+    sizes = [len(backbone.layers) for backbone in profile.backbones[:-1]]
+    if (*accumulate(sizes, initial=0),) != tuple(starts):
+        profile = separated(joined(profile), starts)
+    if seen is None or len(profile.backbones) > 1:
+        return profile
+    (backbone,) = profile.backbones
+    return replace(profile, backbones=(replace(backbone, seen=seen),))
 
 
 def separated(profile: ModelProfile, starts: Sequence[int]) -> ModelProfile:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -20,14 +20,17 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.cut_search import Search, fastest, fits
 from lightning_diffpipe.planning.evaluation import UNFILLED_SHARE, Evaluator, Proposal, preference
+from lightning_diffpipe.planning.memory import Waiting
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile, encoded_first, joined
 from lightning_diffpipe.planning.proposals import shapes
-from lightning_diffpipe.planning.recomputation import (
+from lightning_diffpipe.planning.savings import (
     checkpointed,
     recomputable,
-    recomputed_where_needed,
+    streamable,
+    streamed,
+    streamed_where_needed,
 )
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.shortage import (
@@ -38,7 +41,6 @@ from lightning_diffpipe.planning.shortage import (
     offload_choices,
     some_share_stages,
 )
-from lightning_diffpipe.planning.streaming import streamable, streamed, streamed_where_needed
 
 WORTH_FILLING = 1e-3
 """Share of the step that filling has to gain; for less nothing is encoded early."""
@@ -137,25 +139,34 @@ def _within_memory(
         if plans and fits(best := min(plans, key=_with_effort), cluster):
             return [best]
     if options.shard_optimizer == "auto" and some_share_stages(model, options):
-        choices += [replace(wishes, shard_optimizer=True) for wishes in choices]
+        choices += [replace(narrowed, shard_optimizer=True) for narrowed in choices]
     recomputing = _Savings(_may_recompute(profile, options))
     may_stream = options.streaming == "auto" and options.checkpointing != "none"
     streaming = recomputing._replace(streamed=streamable(profile) if may_stream else frozenset())
-    first: Sequence[Plans] = [_plans, partial(_saving_where_needed, most=recomputing)]
-    last = [partial(_saving_where_needed, most=streaming)] if streaming.streamed else []
+    on_device: Sequence[Plans] = [_plans, partial(_saving_where_needed, most=recomputing)]
+    from_host = [partial(_saving_where_needed, most=streaming)] if streaming.streamed else []
     offload = offload_choices(model, options)
 
-    def tries(where: str, ways: Sequence[Plans]) -> list[tuple[PlanOptions, Plans]]:
-        wishes = [replace(each, optimizer_offload=where) for each in choices if where in offload]
-        return list(itertools.product(wishes, ways))
+    def attempts(states: str, searches: Sequence[Plans]) -> list[tuple[PlanOptions, Plans]]:
+        """Returns options and searches to try with optimizer states offloaded ("all") or not ("none")."""
+        if states not in offload:
+            return []
+        narrowed = [replace(choice, optimizer_offload=states) for choice in choices]
+        return list(itertools.product(narrowed, searches))
 
     plans = list[PipelinePlan]()
-    either = tries("all", first) + tries("none", last)
-    for ways in (tries("none", first), either, tries("all", last)):
-        for wishes, find in () if plans else ways:
+    # What costs least time comes first; the next level is tried where nothing of this one fits.
+    for level in (
+        attempts("none", on_device),
+        attempts("all", on_device) + attempts("none", from_host),
+        attempts("all", from_host),
+    ):
+        for narrowed, search in level:
             best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
-            candidates = find(profile, cluster, wishes, best_s, until_s)
+            candidates = search(profile, cluster, narrowed, best_s, until_s)
             plans += [plan for plan in candidates if _fits_hosts(plan, cluster)]
+        if plans:
+            break
     return plans
 
 
@@ -202,8 +213,8 @@ def _saving_where_needed(
     model = CostModel.of(with_all, cluster, options)
     for count in sorted({shape.num_stages for shape in shapes(model, options)}):
         best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
-        wishes = replace(options, num_stages=count)
-        plans += _saving_less(profile, cluster, wishes, best_s * (1 + slowdown), until_s, most)
+        narrowed = replace(options, num_stages=count)
+        plans += _saving_less(profile, cluster, narrowed, best_s * (1 + slowdown), until_s, most)
     return [plan for plan in plans if plan.planned.iteration_s < below_s]
 
 
@@ -280,7 +291,60 @@ def _needed(
         evaluator = _evaluator(profile, cluster, options, savings)
         plan = evaluator.plan(proposal)
     peaks = plan.planned.peak_memory_bytes
-    return savings._replace(recomputed=recomputed_where_needed(evaluator, proposal, peaks))
+    return savings._replace(recomputed=_recomputed_where_needed(evaluator, proposal, peaks))
+
+
+def _recomputed_where_needed(
+    evaluator: Evaluator, proposal: Proposal, peak_memory_bytes: Collection[int]
+) -> frozenset[int]:
+    """Returns positions of the layers whose recomputation makes the cuts fit.
+
+    The evaluator's profile, and the memory of every rank, are those with all layers recomputed that may be.
+    """
+    cluster, pipeline = evaluator.model.cluster, evaluator.frame(proposal).pipeline
+    count = len(peak_memory_bytes)
+    limits = [cluster.memory_of(rank, count) or 0 for rank in range(count)]
+    size, layers = max(proposal.shape.sizes), evaluator.calls.backbone.layers
+    # By rank and recomputed layer: the bytes of activations that are stored if it is not, and while it is.
+    stored: list[dict[int, tuple[float, float]]] = [{} for _ in peak_memory_bytes]
+    s_per_byte: dict[int, float] = {}
+    for stage, run in enumerate(evaluator.runs(proposal)):
+        for position in range(run.first, run.stop):
+            if (whole := layers[position].uncheckpointed) is None:
+                continue
+            for rank in pipeline.placement.stage_ranks[stage]:
+                waiting = pipeline.peak(rank)[stage]
+                single = Waiting(waiting.samples / max(waiting.microbatches, 1), 1)
+                more = _stored_bytes(whole, waiting) - _stored_bytes(layers[position], waiting)
+                stored[rank][position] = more, _stored_bytes(whole, single)
+            # A streamed layer stays recomputed: its backward needs weights that are copied again.
+            if layers[position].streamed_bytes:
+                continue
+            most = max(savings[position][0] for savings in stored if position in savings)
+            s_per_byte[position] = whole.forward_s.at(size) / max(most, 1.0)
+    room = [
+        limit - peak + _largest_bytes(savings)
+        for limit, peak, savings in zip(limits, peak_memory_bytes, stored, strict=True)
+    ]
+    # Layers whose recomputation costs most time for the bytes it frees are the first to be stored.
+    for position in sorted(s_per_byte, key=lambda each: (-s_per_byte[each], each)):
+        ranks = [rank for rank, savings in enumerate(stored) if position in savings]
+        rest = {r: {k: v for k, v in stored[r].items() if k != position} for r in ranks}
+        if all(room[r] - stored[r][position][0] >= _largest_bytes(rest[r]) for r in ranks):
+            for rank in ranks:
+                room[rank] -= stored[rank][position][0]
+                stored[rank] = rest[rank]
+    return frozenset(position for savings in stored for position in savings)
+
+
+def _largest_bytes(stored: Mapping[int, tuple[float, float]]) -> float:
+    """Returns most bytes of activations that a rank recomputes at a time."""
+    return max((again for _, again in stored.values()), default=0.0)
+
+
+def _stored_bytes(layer: LayerProfile, waiting: Waiting) -> float:
+    of_samples = waiting.samples * layer.activation_bytes_per_sample
+    return of_samples + waiting.microbatches * layer.activation_bytes_per_microbatch
 
 
 def _as_searched(profile: ModelProfile, options: PlanOptions) -> tuple[ModelProfile, PlanOptions]:
@@ -291,7 +355,7 @@ def _as_searched(profile: ModelProfile, options: PlanOptions) -> tuple[ModelProf
             f"schedule={options.schedule} runs several backbones in opposite directions, and profile "
             f"{profile.name!r} has one ({profile.backbones[0].name}); use schedule=1f1b, or schedule=auto"
         )
-    profile = joined(profile, apart=opposite)
+    profile = joined(profile, opposite=opposite)
     if options.encode_first:
         if not any(any(encoder.stored_first) for encoder in profile.encoders):
             names = ", ".join(encoder.name for encoder in profile.encoders) or "it has none"
@@ -329,9 +393,9 @@ def _of_either_kind(
     opposite = [spec.name for spec in SCHEDULES.values() if spec.auto and spec.opposite]
     tries = [(chained, "auto"), *((profile, name) for name in opposite)]
     for what, schedule in tries:
-        wish = replace(options, schedule=schedule)
+        narrowed = replace(options, schedule=schedule)
         try:
-            plans.append(find_plan(what, cluster, wish, below_s, within_s / len(tries)))
+            plans.append(find_plan(what, cluster, narrowed, below_s, within_s / len(tries)))
         except DiffPipeError as error:
             failed.append(error)
     if not plans:

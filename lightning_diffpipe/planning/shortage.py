@@ -34,8 +34,7 @@ from lightning_diffpipe.planning.proposals import (
     replicas_of,
     shapes,
 )
-from lightning_diffpipe.planning.recomputation import checkpointed, recomputable
-from lightning_diffpipe.planning.streaming import streamable, streamed
+from lightning_diffpipe.planning.savings import checkpointed, recomputable, streamable, streamed
 
 REMEDY_S = 5.0
 """Seconds spent on each option that might help where no plan fits."""
@@ -126,8 +125,8 @@ def nothing_fits(
     (*_, offload) = offload_choices(CostModel.of(least, cluster, options), options)
     saving = replace(options, shard_optimizer=shards, optimizer_offload=offload)
     calls = CostModel.of(least, cluster, saving)
-    model, wishes = Evaluator(calls, options).model, encoding_choices(calls, options)
-    need, of = min(_least_memory(model, wish) for wish in (wishes[0], *wishes[1:2]))
+    model, choices = Evaluator(calls, options).model, encoding_choices(calls, options)
+    need, of = min(_least_memory(model, choice) for choice in (choices[0], *choices[1:2]))
     reason = f"{of[0]} needs {need:,} ({of[1]}), {need - limit:,} too many"
     limits = ", ".join(f"{each:,}" for each in cluster.rank_memory_bytes)
     if limits and need <= limit:
@@ -205,8 +204,8 @@ def _other_models(
     remedies = dict[bool, str]()  # the smallest change of the model, and that of the ranks
     for what, changed, num_ranks in tries:
         wider, more = replace(cluster, num_ranks=num_ranks), num_ranks > cluster.num_ranks
-        wishes = replace(free, encode_first=options.encode_first or changed is first)
-        if more not in remedies and (plan := _planned(changed, wider, wishes, plans)):
+        narrowed = replace(free, encode_first=options.encode_first or changed is first)
+        if more not in remedies and (plan := _planned(changed, wider, narrowed, plans)):
             remedies[more] = f"{what} ({plan.planned.iteration_s:.3g} s a step)"
     return f"{' or '.join(remedies.values())} would fit" if remedies else ""
 

@@ -1,4 +1,4 @@
-"""From costs of layers to a profile: where bytes count, the layers of each encoder, the results of these.
+"""From sizes and costs of layers to a profile, with the results of encoders.
 
 However costs were found (measured, modelled, estimated from operation counts), `assemble` puts a profile together.
 
@@ -14,7 +14,8 @@ reach different speeds, and small layers are bound by memory.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,28 +23,26 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.chains import passes, without_gradient
-from lightning_diffpipe.graph.cut import boundary_bytes, cut, skips
+from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.frozen import FrozenView, why_not_splittable
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
 from lightning_diffpipe.graph.memo import repeatable, why_not_remembered
-from lightning_diffpipe.graph.placement import held_bytes
 from lightning_diffpipe.graph.probe import fold
+from lightning_diffpipe.graph.sizes import encoder_name, layer_sizes
 from lightning_diffpipe.graph.step import Step, StepCall
-from lightning_diffpipe.graph.streaming import streamable
 from lightning_diffpipe.planning.profile import (
-    BackboneProfile,
-    EncoderLayerProfile,
     EncoderProfile,
     FrozenResult,
-    LayerProfile,
     ModelProfile,
     Seconds,
-    Skip,
 )
+from lightning_diffpipe.profiling.step_run import KeptBytes, Rounds, StepTimes, typical
 
 _log = logging.getLogger(__name__)
+
+Splits = Mapping[int, Sequence[float]]
+"""By sample count: seconds of backwards in two halves; empty where a stage runs them as one."""
 
 MIN_FLOPS_PER_BYTE = 10.0
 """As `EncodingCache` has it: layers that compute less for each byte they give are not stored."""
@@ -92,11 +91,6 @@ class Encoding(NamedTuple):
         return replace(
             encoder, layers=layers, splittable=self.splittable if splittable is None else splittable
         )
-
-
-def encoder_name(layer: Layer) -> str:
-    """Returns the encoder a frozen layer belongs to: its top-level module."""
-    return f"frozen {layer.name.partition('.')[0]}"
 
 
 def encodings(
@@ -186,12 +180,11 @@ def _encoding(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCost:
-    """Costs of one layer, glue included; see `step_run.py`.
+class LayerCost(NamedTuple):
+    """Costs of one layer, glue included; see `step_run.py`. Of a frozen one only the forward counts.
 
     Attributes:
-        backward_s: Whole backward; of a frozen layer nothing.
+        backward_s: Whole backward.
         weight_gradient_s: The part of it that only makes weight gradients.
         activation_bytes_per_microbatch: Bytes saved besides, whatever the number of samples.
     """
@@ -204,86 +197,177 @@ class LayerCost:
 
 
 def assemble(
-    name: str,
-    module: nn.Module,
+    sizes: ModelProfile,
     graph: LayerGraph,
     costs: Mapping[int, LayerCost],
     repeated_s: Seconds | None = None,
     known: Mapping[str, Encoding] = MappingProxyType({}),
     split_s: Seconds | None = None,
 ) -> ModelProfile:
-    """Puts a profile together: one backbone, the trained path, and one encoder for each frozen top-level module.
+    """Puts a profile together.
 
-    A parameter counts for the first layer that reads it, one that only the loss reads for the last. The graph is
-    unfolded, `costs` are by layer, `repeated_s` is glue that every stage runs, `known` what encoders give, as far
-    as that was found out, and `split_s` what a backward in two halves takes longer.
+    Args:
+        sizes: The profile without times; see `graph/sizes.py`.
+        graph: The unfolded layers.
+        costs: By layer.
+        repeated_s: Times of the glue that every stage runs.
+        known: Results of encoders by name, as far as they were found out.
+        split_s: Times that a backward in two halves takes longer.
     """
-    named = module.named_parameters()
-    sizes = {name: held_bytes(p) for name, p in named}
-    samples = graph.num_samples or 1
-    boundaries = boundary_bytes(graph)
-    path = [graph.layers[index] for index in graph.path]
-    claimed, seen, streams = set[str](), set[TensorKey](), streamable(module, graph)
-    layers, free = [], without_gradient(graph)
-    for position, layer in enumerate(path, start=1):
-        read = layer.parameters | (graph.tail_parameters if layer is path[-1] else frozenset())
-        names, claimed = read - claimed, claimed | read
-        inputs, seen = layer.reads - seen, seen | layer.reads
-        gradients = [sizes.get(key, 0) for key in names & graph.trained]
-        # Computed again, it would write again.
-        writes = layer.written_buffers or layer.written_parameters or layer.mutated
-        cost = costs[layer.index]
-        layers.append(
-            LayerProfile(
-                name=layer.name,
-                forward_s=cost.forward_s,
-                backward_s=cost.backward_s,
-                weight_gradient_s=cost.weight_gradient_s,
-                parameter_bytes=sum(sizes.get(key, 0) for key in names),
-                gradient_bytes=sum(gradients),
-                largest_gradient_bytes=max(gradients, default=0),
-                boundary_bytes_per_sample=boundaries[position] // samples,
-                activation_bytes_per_sample=cost.activation_bytes_per_sample,
-                flops_per_sample=layer.cost_flops // samples,
-                activation_bytes_per_microbatch=cost.activation_bytes_per_microbatch,
-                gradient=position - 1 not in free,
-                input_bytes_per_sample=None
-                if writes
-                else sum(graph.spec(key).nbytes for key in inputs) // samples,
-                streamable_bytes=sum(map(held_bytes, streams[layer.name].values())),
-            )
-        )
-    long = tuple(Skip(size // samples, maker, readers) for size, maker, readers in skips(graph))
-    backbone = BackboneProfile("backbone", tuple(layers), repeated_s, split_s, long, passes(graph))
-    encoders = tuple(
-        known[encoder.name].of(encoder) if encoder.name in known else encoder
-        for encoder in _encoders(graph, sizes, costs)
-    )
-    return ModelProfile(name, (backbone,), encoders)
-
-
-def _encoders(
-    graph: LayerGraph, sizes: Mapping[str, int], costs: Mapping[int, LayerCost]
-) -> tuple[EncoderProfile, ...]:
-    """Returns frozen layers, grouped by the top-level module they belong to."""
-    groups: dict[str, list[Layer]] = {}
-    samples = graph.num_samples or 1
+    (backbone,) = sizes.backbones
+    pairs = zip(graph.path, backbone.layers, strict=True)
+    layers = tuple(replace(layer, **costs[index]._asdict()) for index, layer in pairs)
+    backbone = replace(backbone, layers=layers, repeated_s=repeated_s, split_s=split_s)
+    by_encoder: dict[str, list[LayerCost]] = {}
     for index in graph.frozen:
-        layer = graph.layers[index]
-        groups.setdefault(encoder_name(layer), []).append(layer)
-    profiles: list[EncoderProfile] = []
-    for name, layers in groups.items():
-        needed = {encoder_name(graph.layers[d]) for layer in layers for d in layer.deps}
-        earlier = {profile.name for profile in profiles}
-        entries, claimed = [], set[str]()
-        for layer in layers:
-            names, claimed = layer.parameters - claimed, claimed | layer.parameters
-            size, forward_s = sum(sizes.get(key, 0) for key in names), costs[layer.index].forward_s
-            per_sample = graph.output_bytes(layer) // samples, layer.cost_flops // samples
-            entries.append(EncoderLayerProfile(layer.name, forward_s, size, *per_sample))
-        inputs = tuple(sorted((needed - {name}) & earlier))
-        profiles.append(EncoderProfile(name, tuple(entries), inputs))
-    return tuple(profiles)
+        by_encoder.setdefault(encoder_name(graph.layers[index]), []).append(costs[index])
+    encoders = []
+    for encoder in sizes.encoders:
+        entries = zip(encoder.layers, by_encoder[encoder.name], strict=True)
+        timed = tuple(replace(layer, forward_s=cost.forward_s) for layer, cost in entries)
+        encoder = replace(encoder, layers=timed)
+        encoders.append(known[encoder.name].of(encoder) if encoder.name in known else encoder)
+    return replace(sizes, backbones=(backbone,), encoders=tuple(encoders))
+
+
+class MeasuredCosts(NamedTuple):
+    """Costs of the layers of a step as one rank has measured them, or several.
+
+    Attributes:
+        sizes: The profile without times.
+        graph: The layers, with types as on the device.
+        rounds: Times of steps.
+        saved: Bytes saved for the backward, by layer.
+        split_s: Times that a backward in two halves takes longer; None if that was not timed.
+        known: Results of encoders by name.
+    """
+
+    sizes: ModelProfile
+    graph: LayerGraph
+    rounds: Rounds
+    saved: Sequence[KeptBytes]
+    split_s: Seconds | None
+    known: Mapping[str, Encoding]
+
+    def profile(self) -> ModelProfile:
+        """Returns the profile with the typical times of the steps."""
+        costs = layer_costs(self.graph, self.rounds, self.saved)
+        repeated_s = repeated_seconds(self.graph, self.rounds)
+        return assemble(self.sizes, self.graph, costs, repeated_s, self.known, self.split_s)
+
+
+def forward_s(graph: LayerGraph, times: StepTimes) -> list[float]:
+    """Returns the forward seconds of every layer with its glue."""
+    seconds = [a + b for a, b in zip(times.before, times.inside, strict=True)]
+    following: dict[int, int | None] = {}  # the next layer of the path
+    upcoming: int | None = None
+    for layer in reversed(graph.layers):
+        upcoming = upcoming if layer.frozen else layer.index
+        following[layer.index] = upcoming
+    for index in graph.frozen:
+        reader = following[index]
+        if reader is not None and not _inside_frozen_container(graph, index):
+            seconds[reader] += times.before[index]
+    seconds[graph.path[-1]] += times.tail
+    return seconds
+
+
+def repeated_s(graph: LayerGraph, times: StepTimes) -> float:
+    """Returns the seconds of the glue before the first layer of the path, which every stage runs."""
+    return sum(
+        times.before[index]
+        for index in range(graph.path[0] + 1)
+        if not _inside_frozen_container(graph, index)
+    )
+
+
+def backward_s(graph: LayerGraph, times: StepTimes) -> list[float]:
+    """Returns the backward seconds of every layer with its glue."""
+    seconds = list(times.backward)
+    seconds[graph.path[-1]] += times.backward_tail
+    return seconds
+
+
+def _inside_frozen_container(graph: LayerGraph, index: int) -> bool:
+    """Returns whether layer `index` and the one before it are in one container of frozen layers only."""
+    return any(
+        call.first < index < call.stop
+        and all(graph.layers[i].frozen for i in range(call.first, call.stop))
+        for call in graph.calls
+    )
+
+
+def repeated_seconds(graph: LayerGraph, rounds: Rounds) -> Seconds:
+    """Returns the median of the glue that every stage runs, by sample count."""
+    return Seconds.of(
+        {
+            count: statistics.median(repeated_s(graph, times) for times in (*whole, *inputs))
+            for count, (whole, inputs) in rounds.items()
+        }
+    )
+
+
+def split_seconds(rounds: Rounds, splits: Splits) -> Seconds | None:
+    """Returns what a backward in two halves takes longer than the whole one; `None` if it was not timed."""
+    added: dict[int, float] = {}
+    for count, seconds in splits.items():
+        if seconds:
+            whole_s = statistics.median(sum(t.backward) + t.backward_tail for t in rounds[count][0])
+            added[count] = max(statistics.median(seconds) - whole_s, 0.0)
+    return Seconds.of(added) if added else None
+
+
+def layer_costs(
+    graph: LayerGraph, rounds: Rounds, saved: Sequence[KeptBytes]
+) -> dict[int, LayerCost]:
+    """Returns typical times of every layer."""
+    forward: dict[int, list[float]] = {}
+    backward: dict[int, list[float]] = {}
+    inputs: dict[int, list[float]] = {}
+    for count, (whole, without_weights) in rounds.items():
+        forward[count] = typical([forward_s(graph, t) for t in (*whole, *without_weights)])
+        backward[count] = typical([backward_s(graph, t) for t in whole])
+        # Of a trained layer without such times half of the backward is for its weights.
+        halves = [seconds / 2 for seconds in backward[count]]
+        timed = [backward_s(graph, t) for t in without_weights]
+        inputs[count] = typical(timed) if timed else halves
+    costs = {}
+    for layer in graph.layers:
+        i = layer.index
+        trains = bool(layer.parameters & graph.trained)
+        weights = {n: max(backward[n][i] - inputs[n][i], 0.0) * trains for n in rounds}
+        costs[i] = LayerCost(
+            Seconds.of({n: forward[n][i] for n in rounds}),
+            Seconds.of({n: backward[n][i] for n in rounds}),
+            Seconds.of(weights),
+            *map(round, saved[i]),
+        )
+    return costs
+
+
+def evened(rounds: Rounds, groups: Sequence[Sequence[int]]) -> Rounds:
+    """Gives all layers of a group their mean time in each step; see `averaged`."""
+    return {
+        count: ([averaged(t, groups) for t in whole], [averaged(t, groups) for t in inputs])
+        for count, (whole, inputs) in rounds.items()
+    }
+
+
+def averaged(times: StepTimes, groups: Sequence[Sequence[int]]) -> StepTimes:
+    """Gives all layers of a group their mean time in a step.
+
+    Example:
+        >>> times = StepTimes((0, 0, 0), (3.0, 5.0, 1.0), 0, (6.0, 8.0, 2.0), 0)
+        >>> averaged(times, [[0, 1], [2]]).inside
+        (4.0, 4.0, 1.0)
+    """
+    inside, backward = list(times.inside), list(times.backward)
+    for group in groups:
+        for seconds in (inside, backward):
+            mean = statistics.fmean(seconds[index] for index in group)
+            for index in group:
+                seconds[index] = mean
+    return replace(times, inside=tuple(inside), backward=tuple(backward))
 
 
 # Only ratios matter without links; this makes the seconds of a profile plausible on one CPU core.
@@ -308,4 +392,4 @@ def estimate_profile(module: nn.Module, graph: LayerGraph) -> ModelProfile:
             weight_gradient_s=Seconds.per_sample(forward_s if trains else 0.0),
             activation_bytes_per_sample=saved,
         )
-    return assemble(type(module).__name__, module, graph, costs)
+    return assemble(layer_sizes(module, graph), graph, costs)

@@ -1,6 +1,6 @@
 """Timing every layer of a module on this machine.
 
-A `Subject` runs the step for real at several sample counts, with stamps at the borders of its layers, until the
+A `LayerTimer` runs the step for real at several sample counts, with stamps at the borders of its layers, until the
 time allowed is used up. The first run at each count is profiler warm-up and does not count; counts take turns, so
 that a disturbance of the machine meets them all. Medians over the repetitions, and means over equal layers, become
 the profile. A module that is too large for the device is timed layer by layer instead.
@@ -22,7 +22,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -38,15 +38,18 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import held_bytes, is_quantized_later
 from lightning_diffpipe.graph.probe import reprobe
-from lightning_diffpipe.graph.step import Step, StepCall, count_samples
+from lightning_diffpipe.graph.sizes import equal_layers, layer_sizes
+from lightning_diffpipe.graph.step import Step, StepCall, count_samples, take_samples
 from lightning_diffpipe.host_memory import trim
-from lightning_diffpipe.planning.profile import ModelProfile, Seconds
+from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling.layer_costs import (
     Encoding,
-    LayerCost,
-    assemble,
+    MeasuredCosts,
+    Splits,
     encodings,
+    evened,
     found_by_running,
+    split_seconds,
 )
 from lightning_diffpipe.profiling.state import (
     current,
@@ -54,33 +57,23 @@ from lightning_diffpipe.profiling.state import (
     placed,
     scratch_bytes,
     scratch_gradients,
-    take_samples,
     tree_to,
     undisturbed,
 )
 from lightning_diffpipe.profiling.step_run import (
     KeptBytes,
     OneByOneRun,
-    Pool,
     Rounds,
     StepRun,
     StepTimes,
-    alone,
-    backward_s,
-    forward_s,
     kept_bytes,
-    repeated_s,
     saved_bytes,
-    typical,
 )
 
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 """`progress(what, share)`: what is being done, and how much of all is done, 0 to 1."""
-
-Splits = Mapping[int, Sequence[float]]
-"""By sample count: seconds of backwards in two halves; empty where a stage runs them as one."""
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 30
 _NOISE = 0.05  # where runs differ by less, as on a device of one's own, a few are enough
@@ -91,7 +84,7 @@ _MEMORY_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Subject:
+class LayerTimer:
     """A step whose layers are timed, and the effort for it.
 
     Attributes:
@@ -128,11 +121,6 @@ class Subject:
         total = count_samples(self.batch, self.graph.form)
         counts = self.sample_counts or default_counts(total, self.microbatch_size)
         return tuple(n for n in counts if n >= self.least_samples) or (self.least_samples,)
-
-    @property
-    def title(self) -> str:
-        """Name of the profile."""
-        return self.name or type(self.module).__name__
 
     @cached_property
     def place(self) -> torch.device:
@@ -372,159 +360,67 @@ def give_back(device: torch.device) -> None:
         trim()
 
 
-def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
+def measure_profile(timer: LayerTimer) -> ModelProfile:
+    """Measures what the layers of a step cost on this rank; see `measure_costs`."""
+    return measure_costs(timer).profile()
+
+
+def measure_costs(timer: LayerTimer) -> MeasuredCosts:
     """Times all layers of a step, forward, backward and its weight-gradient part.
 
-    The module is left bit-identical, and moved to the device meanwhile if it lives elsewhere. Where several ranks
-    measure at once, `pool` gives each of them the times of all.
+    The module is left bit-identical, and moved to the device meanwhile if it lives elsewhere.
 
     Raises:
         ProfileError: The step cannot be run at any of the sample counts.
         GraphError: The step calls other layers than in its probe.
     """
-    total, counts = count_samples(subject.batch, subject.graph.form), subject.counts
+    total, counts = count_samples(timer.batch, timer.graph.form), timer.counts
     if total is not None and max(counts) > total:
         raise ProfileError(
             f"cannot time {max(counts)} samples with a batch of {total}; "
             "give a larger batch, or smaller sample_counts"
         )
     try:
-        with current(subject.place):
-            rounds, saved, split, by_encoder = _measured(subject)
-            graph = graph_of_device(subject)
-    except Exception:
-        pool({})  # the other ranks wait for this one
-        raise
+        with current(timer.place):
+            with undisturbed(timer.module):
+                rounds, saved, splits = timer.run()
+                known = _encodings_of_device(timer) if timer.looks_at_results else {}
+            graph = graph_of_device(timer)
     finally:
-        give_back(subject.place)
-    rounds = pool(rounds)
-    costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
-    return assemble(subject.title, subject.module, graph, costs, repeated, by_encoder, split)
+        give_back(timer.place)
+    sizes, alike = (
+        layer_sizes(timer.module, graph, timer.name),
+        equal_layers(timer.module, timer.graph),
+    )
+    split_s = split_seconds(rounds, splits)
+    return MeasuredCosts(sizes, graph, evened(rounds, alike), saved, split_s, known)
 
 
-def _measured(
-    subject: Subject,
-) -> tuple[Rounds, list[KeptBytes], Seconds | None, dict[str, Encoding]]:
-    module, step, graph, by_encoder = subject.module, subject.step, subject.graph, {}
-    with undisturbed(module):
-        rounds, saved, splits = subject.run()
-        if subject.looks_at_results and not subject.fits:
-            by_encoder = encodings(module, step, subject.probed, graph)
-        elif subject.looks_at_results:  # and whether they can be stored, and split
-            with placed(module, subject.place):
-                small = tree_to(subject.probed, subject.place)
-                look = found_by_running(module, step, small)
-                by_encoder = encodings(module, step, small, graph, look)
-    split, groups = split_seconds(rounds, splits), equal_layers(subject.graph, subject.module)
-    even = {
-        count: ([averaged(t, groups) for t in whole], [averaged(t, groups) for t in inputs])
-        for count, (whole, inputs) in rounds.items()
-    }
-    return even, saved, split, by_encoder
+def _encodings_of_device(timer: LayerTimer) -> dict[str, Encoding]:
+    """Returns results of encoders by name, and where the module fits whether they can be stored, and split."""
+    module, step, graph = timer.module, timer.step, timer.graph
+    if not timer.fits:
+        return encodings(module, step, timer.probed, graph)
+    with placed(module, timer.place):
+        small = tree_to(timer.probed, timer.place)
+        return encodings(module, step, small, graph, found_by_running(module, step, small))
 
 
-def graph_of_device(subject: Subject) -> LayerGraph:
+def graph_of_device(timer: LayerTimer) -> LayerGraph:
     """Probes the types of layers on the device, where autocast may halve what it leaves alone on a host."""
-    module, device = subject.module, subject.place
-    if device.type == "cpu" or not subject.fits:
-        return subject.graph
+    module, device = timer.module, timer.place
+    if device.type == "cpu" or not timer.fits:
+        return timer.graph
     with undisturbed(module), placed(module, device):
-        return reprobe(module, subject.step, tree_to(subject.probed, device), subject.graph)
+        return reprobe(module, timer.step, tree_to(timer.probed, device), timer.graph)
 
 
-def encodings_by_running(subject: Subject, stores: bool) -> dict[str, Encoding]:
+def encodings_by_running(timer: LayerTimer, stores: bool) -> dict[str, Encoding]:
     """Returns by name what encoders give, which run where the module is, on the samples that were probed.
 
     Together, one by one and, if `stores`, with other random numbers.
     """
-    module, step, small = subject.module, subject.step, subject.probed
+    module, step, small = timer.module, timer.step, timer.probed
     with undisturbed(module):
         look = found_by_running(module, step, small, stores)
-        return encodings(module, step, small, subject.graph, look)
-
-
-def repeated_seconds(graph: LayerGraph, rounds: Rounds) -> Seconds:
-    """Returns the median of the glue that every stage runs, by sample count."""
-    return Seconds.of(
-        {
-            count: statistics.median(repeated_s(graph, times) for times in (*whole, *inputs))
-            for count, (whole, inputs) in rounds.items()
-        }
-    )
-
-
-def split_seconds(rounds: Rounds, splits: Splits) -> Seconds | None:
-    """Returns what a backward in two halves takes longer than the whole one; `None` if it was not timed."""
-    added: dict[int, float] = {}
-    for count, seconds in splits.items():
-        if seconds:
-            whole_s = statistics.median(sum(t.backward) + t.backward_tail for t in rounds[count][0])
-            added[count] = max(statistics.median(seconds) - whole_s, 0.0)
-    return Seconds.of(added) if added else None
-
-
-def layer_costs(
-    graph: LayerGraph, rounds: Rounds, saved: Sequence[KeptBytes]
-) -> dict[int, LayerCost]:
-    """Returns typical times of every layer."""
-    forward: dict[int, list[float]] = {}
-    backward: dict[int, list[float]] = {}
-    inputs: dict[int, list[float]] = {}
-    for count, (whole, without_weights) in rounds.items():
-        forward[count] = typical([forward_s(graph, t) for t in (*whole, *without_weights)])
-        backward[count] = typical([backward_s(graph, t) for t in whole])
-        # Of a trained layer without such times half of the backward is for its weights.
-        halves = [seconds / 2 for seconds in backward[count]]
-        timed = [backward_s(graph, t) for t in without_weights]
-        inputs[count] = typical(timed) if timed else halves
-    costs = {}
-    for layer in graph.layers:
-        i = layer.index
-        trains = bool(layer.parameters & graph.trained)
-        weights = {n: max(backward[n][i] - inputs[n][i], 0.0) * trains for n in rounds}
-        costs[i] = LayerCost(
-            Seconds.of({n: forward[n][i] for n in rounds}),
-            Seconds.of({n: backward[n][i] for n in rounds}),
-            Seconds.of(weights),
-            *map(round, saved[i]),
-        )
-    return costs
-
-
-def equal_layers(graph: LayerGraph, module: nn.Module) -> list[list[int]]:
-    """Groups layers that do the same work, by what the probe has seen of them."""
-    parameters = dict(module.named_parameters())
-    groups: dict[Hashable, list[int]] = {}
-    for layer in graph.layers:
-        shapes = [
-            (tuple(parameters[name].shape), name in graph.trained)
-            for name in layer.parameters
-            if name in parameters
-        ]
-        outputs = [
-            (spec.shape, spec.stride, spec.dtype, spec.requires_grad)
-            for spec in map(graph.spec, layer.tensor_keys)
-        ]
-        # The first trained layer passes no gradient on, which saves a third of its work.
-        passes_gradient = any(graph.spec(key).requires_grad for key in layer.reads)
-        kind = layer.cost_flops, layer.frozen, layer.carries_gradient, passes_gradient
-        tensors = tuple(sorted(shapes)), tuple(outputs), len(graph.stream(layer.index))
-        groups.setdefault((kind, tensors), []).append(layer.index)
-    return list(groups.values())
-
-
-def averaged(times: StepTimes, groups: Sequence[Sequence[int]]) -> StepTimes:
-    """Gives all layers of a group their mean time in a step.
-
-    Example:
-        >>> times = StepTimes((0, 0, 0), (3.0, 5.0, 1.0), 0, (6.0, 8.0, 2.0), 0)
-        >>> averaged(times, [[0, 1], [2]]).inside
-        (4.0, 4.0, 1.0)
-    """
-    inside, backward = list(times.inside), list(times.backward)
-    for group in groups:
-        for seconds in (inside, backward):
-            mean = statistics.fmean(seconds[index] for index in group)
-            for index in group:
-                seconds[index] = mean
-    return replace(times, inside=tuple(inside), backward=tuple(backward))
+        return encodings(module, step, small, timer.graph, look)

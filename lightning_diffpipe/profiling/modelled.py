@@ -41,10 +41,10 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import quantized
 from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.sizes import layer_sizes
 from lightning_diffpipe.graph.step import Step
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.profiling.layer_costs import Seen, assemble, encodings
-from lightning_diffpipe.profiling.measure import layer_costs, repeated_seconds
+from lightning_diffpipe.profiling.layer_costs import MeasuredCosts, Seen, encodings
 from lightning_diffpipe.profiling.state import scratch_gradients
 from lightning_diffpipe.profiling.step_run import (
     Backward,
@@ -341,7 +341,7 @@ def modelled(
             forward.forward_only(partial(step, module, probed), interception)
         handed = encodings(module, step, probed, graph, seen_on_paper)
     stored = kept_bytes({_NUM_PROBED_SAMPLES: saved})
-    costs, repeated = layer_costs(graph, rounds, stored), repeated_seconds(graph, rounds)
+    sizes = layer_sizes(module, graph, title)
     rate = device.bandwidth_bytes_per_s * device.efficiency["memory"]
-    profile = assemble(title, module, graph, costs, repeated, handed)
+    profile = MeasuredCosts(sizes, graph, rounds, stored, None, handed).profile()
     return replace(profile, memory_bytes_per_s=rate)

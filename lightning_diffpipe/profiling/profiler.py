@@ -12,11 +12,11 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step, count_samples
+from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step, count_samples, take_samples
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.planning.profile import ModelProfile, separated
-from lightning_diffpipe.profiling.measure import Progress, Subject, measure_profile
-from lightning_diffpipe.profiling.state import current, placeable, take_samples, tree_to
+from lightning_diffpipe.profiling.measure import LayerTimer, Progress, measure_profile
+from lightning_diffpipe.profiling.state import current, placeable, tree_to
 
 _NUM_PROBED_SAMPLES = 2
 
@@ -73,11 +73,11 @@ def profile(
     with current(home):
         graph, starts = _probed(module, step, batch, max_share)
     with bar(progress) as report:
-        subject = Subject(
+        timer = LayerTimer(
             module, step, batch, graph, device=place, sample_counts=sample_counts,
             repeats=repeats, budget_s=budget_s, name=name, progress=report,
         )  # fmt: skip
-        return separated(measure_profile(subject), starts)
+        return separated(measure_profile(timer), starts)
 
 
 def _probed(

@@ -22,7 +22,6 @@ from lightning_diffpipe.graph.placement import (
     quantized,
     replace_parameters,
 )
-from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, change_samples
 from lightning_diffpipe.graph.trial import untouched
 
 # Of gradients; more than most caches hold, so that adding to them takes as long as in training.
@@ -117,15 +116,6 @@ def _moved(module: nn.Module, device: torch.device) -> Iterator[None]:
 def tree_to(tree: Any, device: torch.device) -> Any:
     """Moves all tensors of a tree."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
-
-
-def take_samples(
-    batch: Any, total: int, count: int, form: BatchForm | ModuleSplit | None = None
-) -> Any:
-    """Returns the first `count` samples of a batch of `total`; all that has another length is shared by all."""
-    if isinstance(form, ModuleSplit):
-        return batch if count == total else form.split(batch, [count, total - count])[0]
-    return change_samples(batch, total, [lambda part: part[:count]])[0]
 
 
 def scratch_bytes(parameters: Iterable[Tensor]) -> int:

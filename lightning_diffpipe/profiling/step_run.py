@@ -80,56 +80,6 @@ Rounds = Mapping[int, tuple[Sequence[StepTimes], Sequence[StepTimes]]]
 """Times of steps by sample count: with whole backward, and with that of inputs only, of which there may be none."""
 
 
-def forward_s(graph: LayerGraph, times: StepTimes) -> list[float]:
-    """Returns the forward seconds of every layer with its glue."""
-    seconds = [a + b for a, b in zip(times.before, times.inside, strict=True)]
-    following: dict[int, int | None] = {}  # the next layer of the path
-    upcoming: int | None = None
-    for layer in reversed(graph.layers):
-        upcoming = upcoming if layer.frozen else layer.index
-        following[layer.index] = upcoming
-    for index in graph.frozen:
-        reader = following[index]
-        if reader is not None and not _inside_frozen_container(graph, index):
-            seconds[reader] += times.before[index]
-    seconds[graph.path[-1]] += times.tail
-    return seconds
-
-
-def repeated_s(graph: LayerGraph, times: StepTimes) -> float:
-    """Returns the seconds of the glue before the first layer of the path, which every stage runs."""
-    return sum(
-        times.before[index]
-        for index in range(graph.path[0] + 1)
-        if not _inside_frozen_container(graph, index)
-    )
-
-
-def backward_s(graph: LayerGraph, times: StepTimes) -> list[float]:
-    """Returns the backward seconds of every layer with its glue."""
-    seconds = list(times.backward)
-    seconds[graph.path[-1]] += times.backward_tail
-    return seconds
-
-
-def _inside_frozen_container(graph: LayerGraph, index: int) -> bool:
-    """Returns whether layer `index` and the one before it are in one container of frozen layers only."""
-    return any(
-        call.first < index < call.stop
-        and all(graph.layers[i].frozen for i in range(call.first, call.stop))
-        for call in graph.calls
-    )
-
-
-Pool = Callable[[Rounds], Rounds]
-"""Gives all ranks the times of all ranks; each of them calls it once, one that could not measure with `{}`."""
-
-
-def alone(rounds: Rounds) -> Rounds:
-    """Returns the pool of a rank that measures by itself."""
-    return rounds
-
-
 def summed_up(rounds: Rounds) -> Rounds:
     """Reduces runs to one step for each sample count and kind of backward: medians, layer by layer."""
     return {

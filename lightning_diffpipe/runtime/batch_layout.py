@@ -32,6 +32,7 @@ from lightning_diffpipe.graph.rng import microbatch_seed
 from lightning_diffpipe.graph.step import (
     BatchForm,
     ModuleSplit,
+    Step,
     StepCall,
     change_samples,
     count_samples,
@@ -49,7 +50,7 @@ from lightning_diffpipe.planning.lowering import delivered, lower, lower_for_dev
 from lightning_diffpipe.planning.passes import widened
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.bubbles import FrozenWork
-from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step
+from lightning_diffpipe.runtime.partitioned import PartitionedStepCache
 from lightning_diffpipe.runtime.stage import MicrobatchWork
 
 

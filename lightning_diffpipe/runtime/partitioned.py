@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -28,31 +28,19 @@ from lightning_diffpipe.graph.forms import (
     StepForm,
     names_of,
     probed_form,
+    too_many_forms,
 )
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, first_difference, other_calls
 from lightning_diffpipe.graph.probe import reprobe, require_unchanged
 from lightning_diffpipe.graph.side_effects import generators_preserved
-from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, StepCall, batch_signature
+from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step, StepCall, batch_signature
 from lightning_diffpipe.graph.streaming import WeightStream
 from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.graph.view import DummyMemory, Memo, StageView
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stage import PartitionedStep
-
-
-def too_many_forms(number: int) -> str:
-    """Returns the message for a step that takes too many forms."""
-    return (
-        f"the step takes {number} forms, that is, calls its layers in so many ways, and {MOST_FORMS} can be "
-        "planned, as each is probed by itself. Let fewer coins choose what it calls, or move the branch inside the "
-        "forward of one module"
-    )
-
-
-Step = Callable[..., Any]
-"""The user's step: module, batch and further arguments to loss."""
 
 
 @dataclass(eq=False)

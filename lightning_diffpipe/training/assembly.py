@@ -19,13 +19,13 @@ from torch import nn
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.errors import PlanError, raised_by_all
 from lightning_diffpipe.graph.calltree import is_compiled
-from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.cut import Cut, require_hooks_within_stages
 from lightning_diffpipe.graph.forms import FormView, StepForm
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.graph.probe import fold, reprobe
+from lightning_diffpipe.graph.probed_step import ProbedStep, refuse_own_generators
 from lightning_diffpipe.graph.step import StepCall, batch_signature
 from lightning_diffpipe.graph.streaming import Weights, WeightStream, streamable
 from lightning_diffpipe.graph.trial import untouched
@@ -53,12 +53,11 @@ from lightning_diffpipe.runtime.ownership import (
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for
 from lightning_diffpipe.runtime.reduction import GradientReducer, holders_of
 from lightning_diffpipe.runtime.relay import RelayChannel, RelayView
-from lightning_diffpipe.training.pipeline import Pipeline, ProbedStep, Process
+from lightning_diffpipe.training.pipeline import Pipeline, Process
 from lightning_diffpipe.training.plan_source import PipelineOptions
 from lightning_diffpipe.training.refusals import (
     refuse_backward_hooks,
     refuse_joined_chains,
-    refuse_own_generators,
     refuse_shared_weights,
     refuse_stateful_glue,
     refuse_unrunnable,
@@ -206,9 +205,8 @@ def _cut_as_planned(
     """Returns the step with folded layers, where they are cut, the schedule, and the pieces, if these can run."""
     module, step, small, graph = probed.module, probed.widest, probed.small, probed.graph
     positions = cut_positions(plan, graph)
-    refuse_joined_chains(
-        plan, find_chains(module, step, small, graph) if plan.num_backbones > 1 else None
-    )
+    if plan.num_backbones > 1:
+        refuse_joined_chains(plan, probed.chains)
     graph, positions = fold(module, step, small, graph, positions)
     refuse_stateful_glue(graph, plan)
     refuse_backward_hooks(module, graph, plan)

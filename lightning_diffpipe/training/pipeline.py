@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_diffpipe.comm.mesh import Mesh, broadcast_object, gathered_objects
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.forms import Forms
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import (
@@ -43,7 +42,6 @@ from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.optimizer_offload import OptimizerOffload
 from lightning_diffpipe.runtime.optimizer_sharding import OptimizerSharding
 from lightning_diffpipe.runtime.ownership import spread
-from lightning_diffpipe.runtime.partitioned import Step
 from lightning_diffpipe.runtime.relay import RelayRun, RelayView
 from lightning_diffpipe.training.patching import patched
 from lightning_diffpipe.training.step_watch import StepWatch
@@ -68,32 +66,6 @@ class Process:
     device: torch.device
     backend: str
     timeout_s: float
-
-
-@dataclass(frozen=True)
-class ProbedStep:
-    """A step on a batch, and the layers it was found to call.
-
-    Attributes:
-        module: The whole module, on the host, equal on all ranks.
-        step: Module and batch to loss.
-        batch: One pipeline's batch, on the host.
-        small: The batch the graph was probed with.
-        graph: The layers.
-        forms: Call sequences of the step; the graph is that of the widest.
-    """
-
-    module: nn.Module
-    step: Step
-    batch: Any
-    small: Any
-    graph: LayerGraph
-    forms: Forms
-
-    @property
-    def widest(self) -> Step:
-        """The step in the form of the graph."""
-        return self.forms.widest.of_step(self.step) if self.forms.widest else self.step
 
 
 @dataclass(frozen=True)
@@ -314,7 +286,7 @@ class Pipeline:
             yield
 
     @contextlib.contextmanager
-    def apart(self) -> Generator[None, None, None]:
+    def alone(self) -> Generator[None, None, None]:
         """Lets this rank, within `relayed`, call layers by itself, with the parameters that it has."""
         run = self._interception.current()
         assert isinstance(run, RelayRun), "ranks are not in lock step"

@@ -4,7 +4,7 @@
     given profile, or layers timed here ─┐           ├─> rank 0's plan, as JSON, on every rank
     given cluster, or links timed here ──┴─ search ──┘
 
-All ranks time the layers at once, as they will run at once; rank 0 alone plans.
+`basis_of` returns the costs, `plan_of_rank_0` the plan.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from itertools import accumulate
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -30,20 +29,24 @@ from lightning_diffpipe.errors import (
     PlanError,
     raised_by_all,
 )
-from lightning_diffpipe.graph.chains import Chains
-from lightning_diffpipe.graph.forms import Forms
+from lightning_diffpipe.graph.probed_step import ProbedStep
 from lightning_diffpipe.host_memory import available_bytes
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.codec import LARGEST
 from lightning_diffpipe.planning.options import PlanOptions, ranks_of_pipeline
-from lightning_diffpipe.planning.plan import PipelinePlan, check_wishes
-from lightning_diffpipe.planning.profile import FormsSeen, ModelProfile, joined, separated
+from lightning_diffpipe.planning.plan import PipelinePlan, check_options
+from lightning_diffpipe.planning.profile import ModelProfile, of_step
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.layer_costs import estimate_profile
-from lightning_diffpipe.profiling.measure import Subject, encodings_by_running, measure_profile
+from lightning_diffpipe.profiling.measure import (
+    LayerTimer,
+    Progress,
+    encodings_by_running,
+    measure_costs,
+    measure_profile,
+)
 from lightning_diffpipe.profiling.step_run import Rounds, middle, pooled, summed_up
-from lightning_diffpipe.runtime.batch_layout import num_samples
 from lightning_diffpipe.training.pipeline import Basis, Process
 
 _log = logging.getLogger(__name__)
@@ -52,6 +55,7 @@ Auto = Literal["auto"]
 EQUAL_SPEED = 0.6
 """Share of the speed of the fastest rank above which ranks count as equally fast: times are noisy."""
 
+_TIMING_S = 1.0
 _SOME_RANKS = 1024  # in place of the ranks there will be, which nobody knows yet
 # What a fit has measured, for those after it.
 _links: dict[Process, Cluster] = {}
@@ -136,7 +140,7 @@ class PipelineOptions:
                 f"{num_ranks}, more ranks, or schedule=interleaved, which gives each several stages"
             )
 
-    def pipelines_beside(self, world_size: int) -> int:
+    def num_pipelines(self, world_size: int) -> int:
         """Pipelines side by side: what is left over when a pipeline's size is given, else one.
 
         The batch of the data loader is one pipeline's, so this cannot be left to the search.
@@ -151,82 +155,94 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
-def plan_of_rank_0(
-    subject: Subject,
-    chains: Chains,
-    forms: Forms,
+def basis_of(
+    probed: ProbedStep,
     options: PipelineOptions,
     process: Process,
     world: ProcessGroup | None,
-) -> tuple[PipelinePlan, Basis | None]:
-    """Returns rank 0's plan and what it was made from, or its reason why there is none, on every rank.
+    progress: Progress | None = None,
+) -> Basis | None:
+    """Returns what layers and links cost, given or measured; None if the plan is given. A collective call.
 
     All ranks time the layers at once, as they will run at once: cores share caches and memory.
     """
+    if options.plan is not None:
+        return None
     with watcher.inside("measuring links"):
-        cluster, profile = _cluster(options, process, world), None
-    answer: str | DiffPipeError = ""
+        cluster = _cluster(options, process, world)
+    basis, failure = None, None
     try:
-        if options.plan is None:
-            with watcher.inside("profiling layers"):
-                profile, speeds = _profile(subject, options.profile, world)
-                if speeds and not cluster.rank_speeds:
-                    cluster = replace(cluster, rank_speeds=speeds)
-                sizes = [len(backbone.layers) for backbone in profile.backbones[:-1]]
-                if tuple(accumulate(sizes, initial=0)) != chains.starts:
-                    profile = separated(joined(profile), chains.starts)
-                profile = _with_forms(profile, forms)
-        if process.rank == 0:
-            with watcher.inside("planning"):
-                profile = profile and _knowing_encoders(subject, profile, options.encode_first)
-                _require_chains(chains, options)
-                answer = _make_plan(subject, profile, options, cluster, process).to_json()
+        with watcher.inside("profiling layers"):
+            timer = _timer(probed, options, process, progress)
+            profile, speeds = _profile(timer, options.profile, world)
+            if speeds and not cluster.rank_speeds:
+                cluster = replace(cluster, rank_speeds=speeds)
+            profile = of_step(profile, probed.chains.starts, probed.forms_seen)
+            if process.rank == 0:
+                profile = _knowing_encoders(timer, profile, options.encode_first)
+            basis = Basis(profile, cluster)
     except LostRankError:
         raise
     except DiffPipeError as error:
-        answer = error
+        failure = error
+    _of_rank_0(failure, process, world)
+    return basis
+
+
+def _timer(
+    probed: ProbedStep, options: PipelineOptions, process: Process, progress: Progress | None
+) -> LayerTimer:
+    """Returns what times the layers of a step for some options."""
+    size, count = probed.num_samples, options.num_microbatches
+    return LayerTimer(
+        probed.module,
+        probed.widest,
+        probed.batch,
+        probed.graph,
+        device=process.device,
+        microbatch_size=ceil(size / count) if isinstance(count, int) else None,
+        budget_s=_TIMING_S,
+        progress=progress,
+        looks_at_results=process.world_size > 1 or options.encode_first,
+        splits_backward=options.schedule in SCHEDULES
+        and SCHEDULES[options.schedule].splits_backward,
+        least_samples=probed.least_samples,
+    )
+
+
+def plan_of_rank_0(
+    probed: ProbedStep,
+    basis: Basis | None,
+    options: PipelineOptions,
+    process: Process,
+    world: ProcessGroup | None,
+) -> PipelinePlan:
+    """Returns rank 0's plan, or raises its reason why there is none, on every rank; a collective call."""
+    answer: str | DiffPipeError = ""
+    if process.rank == 0:
+        try:
+            with watcher.inside("planning"):
+                answer = _make_plan(probed, basis, options, process).to_json()
+        except DiffPipeError as error:
+            answer = error
+    return PipelinePlan.from_json(_of_rank_0(answer, process, world))
+
+
+def _of_rank_0(answer: Any, process: Process, world: ProcessGroup | None) -> Any:
+    """Returns what rank 0 answers, on every rank; if that is an error, raises it there."""
     with watcher.inside("waiting for the plan" if process.rank else "planning"):
         answer = agree(answer, world)
     if isinstance(answer, DiffPipeError):
         with raised_by_all():
             raise answer
-    basis = None if profile is None else Basis(profile, cluster)
-    return PipelinePlan.from_json(answer), basis
-
-
-def _with_forms(profile: ModelProfile, forms: Forms) -> ModelProfile:
-    """Returns the profile with how often the step took which of its forms, which is none of the layers' times."""
-    if forms.widest is None or len(profile.backbones) > 1:
-        return profile
-    (backbone,) = profile.backbones
-    path = {layer.name for layer in backbone.layers}
-    calls = [sum(name in path for name in names) for names in forms.names]
-    shares: dict[int, float] = {}  # of all forms that begin there
-    for first, share in zip((max(calls[0] - n, 0) for n in calls), forms.shares, strict=True):
-        shares[first] = shares.get(first, 0.0) + share
-    seen = FormsSeen(tuple((share, first) for first, share in shares.items()), forms.is_shared)
-    return replace(profile, backbones=(replace(backbone, seen=seen),))
-
-
-def _require_chains(chains: Chains, options: PipelineOptions) -> None:
-    """Refuses to run one backbone in opposite directions."""
-    spec = SCHEDULES.get(options.schedule)
-    if options.plan is None and spec and spec.opposite and len(chains.starts) == 1:
-        raise ConfigurationError(
-            f"schedule={options.schedule} runs backbones in opposite directions that know nothing of each other, "
-            f"but in this step {chains.joined_by}"
-        )
+    return answer
 
 
 def _make_plan(
-    subject: Subject,
-    profile: ModelProfile | None,
-    options: PipelineOptions,
-    cluster: Cluster,
-    process: Process,
+    probed: ProbedStep, basis: Basis | None, options: PipelineOptions, process: Process
 ) -> PipelinePlan:
     """Reads the plan that was given, or searches one."""
-    batch_size = num_samples(subject.batch, subject.graph.form)
+    batch_size = probed.num_samples
     if options.plan is not None:
         plan = _given_plan(options.plan, process.world_size, batch_size)
         if plan.options.encode_first and not options.encode_first:
@@ -235,23 +251,24 @@ def _make_plan(
                 "callbacks=cached callbacks.encoding_cache.encode_first=true, or plan again without it"
             )
         num_pipelines = process.world_size // plan.ranks_per_pipeline
-        check_wishes(plan, options.plan_options(1, options.data_parallel), num_pipelines)
+        check_options(plan, options.plan_options(1, options.data_parallel), num_pipelines)
         return plan
-    assert profile is not None
+    assert basis is not None
+    profile, cluster = basis.profile, basis.cluster
     if process.device.type == "cuda" and cluster.host_memory_bytes is None:  # else nothing moves
         free = int(min(available_bytes(), LARGEST))
         cluster = replace(cluster, host_memory_bytes=free)
-    data_parallel = options.pipelines_beside(process.world_size)
-    wishes = options.plan_options(batch_size * data_parallel, data_parallel)
-    plan, most = find_plan(profile, cluster, wishes), batch_size // subject.least_samples
+    data_parallel = options.num_pipelines(process.world_size)
+    asked = options.plan_options(batch_size * data_parallel, data_parallel)
+    plan, most = find_plan(profile, cluster, asked), batch_size // probed.least_samples
     if plan.num_microbatches <= most:
         return plan
-    if wishes.num_microbatches != "auto":
+    if asked.num_microbatches != "auto":
         raise ConfigurationError(
-            f"num_microbatches={wishes.num_microbatches} leaves microbatches with one of the {batch_size} samples, "
+            f"num_microbatches={asked.num_microbatches} leaves microbatches with one of the {batch_size} samples, "
             f"but batch norms in training mode need two. Use at most {most}, larger batches, or nn.GroupNorm"
         )
-    return find_plan(profile, cluster, replace(wishes, num_microbatches=most))
+    return find_plan(profile, cluster, replace(asked, num_microbatches=most))
 
 
 def planned_pipelines(options: PipelineOptions, world_size: int) -> int:
@@ -259,7 +276,7 @@ def planned_pipelines(options: PipelineOptions, world_size: int) -> int:
     try:
         if options.plan is not None:
             return max(world_size // _read_plan(options.plan).ranks_per_pipeline, 1)
-        return options.pipelines_beside(world_size)
+        return options.num_pipelines(world_size)
     except (DiffPipeError, OSError):
         return 1
 
@@ -310,7 +327,7 @@ def _cluster(options: PipelineOptions, process: Process, world: ProcessGroup | N
         if cluster.memory_bytes is not None:
             return cluster
         return with_memory(cluster, world, process.device)
-    if options.plan is not None or options.profile == "flops":
+    if options.profile == "flops":
         return with_memory(Cluster(process.world_size), world, process.device)
     if process.world_size == 1:
         return measure_cluster(None, process.device)
@@ -325,28 +342,27 @@ def _by_all(known: bool, world: ProcessGroup | None) -> bool:
 
 
 def _profile(
-    subject: Subject, source: Any, world: ProcessGroup | None
+    timer: LayerTimer, source: Any, world: ProcessGroup | None
 ) -> tuple[ModelProfile, tuple[float, ...]]:
     """Estimates, reads or measures a profile of the module; with the speeds of the ranks, if they differ."""
     if source == "flops":
-        return estimate_profile(subject.module, subject.graph), ()
-    profile, speeds = _given_profile(source), list[float]()
+        return estimate_profile(timer.module, timer.graph), ()
+    profile = _given_profile(source)
     if profile is None:
-        profiles = _timed.setdefault(subject.module, {})
-        kinds = subject.splits_backward, world is None
-        key = subject.graph.digest, subject.counts, subject.place, kinds
+        profiles = _timed.setdefault(timer.module, {})
+        kinds = timer.splits_backward, world is None
+        key = timer.graph.digest, timer.counts, timer.place, kinds
         if not _by_all(key in profiles, world):
-            profile = measure_profile(subject, partial(pool_times, group=world, speeds=speeds))
-            profiles[key] = profile, tuple(speeds)
+            profiles[key] = measured_by_all(timer, world)
         return profiles[key]
-    names, called = tuple(layer.name for layer in profile.layers), subject.graph.path_names
+    names, called = tuple(layer.name for layer in profile.layers), timer.graph.path_names
     if names != called:
         pairs = enumerate(zip(names, called, strict=False))
         odd = (f"layer {i} is {a} there and {b} here" for i, (a, b) in pairs if a != b)
         differ = next(odd, f"from layer {min(len(names), len(called))} on")
         raise ConfigurationError(
             f"the profile {profile.name!r} has {len(names)} layers, but the trained part of "
-            f"{type(subject.module).__name__} has {len(called)}, and they differ: {differ}. Profile this module "
+            f"{type(timer.module).__name__} has {len(called)}, and they differ: {differ}. Profile this module "
             "(diffpipe profile), or leave strategy.profile out"
         )
     return profile, ()
@@ -366,15 +382,15 @@ def _given_profile(source: Any) -> ModelProfile | None:
     return ModelProfile.from_json(path.read_text(errors="replace"), str(path))
 
 
-def _knowing_encoders(subject: Subject, profile: ModelProfile, encode_first: bool) -> ModelProfile:
+def _knowing_encoders(timer: LayerTimer, profile: ModelProfile, encode_first: bool) -> ModelProfile:
     """Returns the profile, with the encoders looked at here if it does not tell how they can be split and stored.
 
     It does not where it was estimated, or layers were timed one by one. On one rank nobody asks how to split them.
     """
     of_layers = profile.frozen_layers if encode_first else ()
     unknown = [e.splittable for e in profile.encoders] + [x.follows_sample for x in of_layers]
-    if subject.looks_at_results and None in unknown:
-        encodings = encodings_by_running(subject, stores=encode_first)
+    if timer.looks_at_results and None in unknown:
+        encodings = encodings_by_running(timer, stores=encode_first)
         encoders = [
             encodings[each.name].filled_in(each) if each.name in encodings else each
             for each in profile.encoders
@@ -402,21 +418,29 @@ def planned_layers(options: PipelineOptions) -> tuple[str, ...]:
     return () if profile is None else tuple(layer.name for layer in profile.layers)
 
 
-def pool_times(
-    rounds: Rounds, group: ProcessGroup | None, speeds: list[float] | None = None
-) -> Rounds:
-    """Returns the layer times of all ranks of a group; each sends one typical step, not all of its runs.
+def measured_by_all(
+    timer: LayerTimer, world: ProcessGroup | None
+) -> tuple[ModelProfile, tuple[float, ...]]:
+    """Returns the profile by the times of all ranks, and the speeds of these, if they differ; a collective call.
 
-    Where ranks are of unequal speed, they are those of the fast ones, and `speeds` gets a number for each rank.
+    Each rank sends one typical step, not all of its runs. Where ranks are of unequal speed, times are those of the
+    fast ones.
     """
-    if group is None:
-        return rounds
-    ranks = gathered_objects(summed_up(rounds), group)
-    measured = speeds_of(ranks)
-    if speeds is not None:
-        speeds[:] = measured
-    fast = (each for each, speed in zip(ranks, measured, strict=True) if speed > EQUAL_SPEED)
-    return pooled([*fast] if measured else ranks)
+    if world is None:
+        return measure_profile(timer), ()
+    try:
+        costs = measure_costs(timer)
+    except Exception:
+        gathered_objects({}, world)  # the other ranks wait for this one
+        raise
+    ranks = gathered_objects(summed_up(costs.rounds), world)
+    speeds = speeds_of(ranks)
+    fast = (
+        [each for each, speed in zip(ranks, speeds, strict=True) if speed > EQUAL_SPEED]
+        if speeds
+        else ranks
+    )
+    return costs._replace(rounds=pooled(fast)).profile(), tuple(speeds)
 
 
 def speeds_of(ranks: Sequence[Rounds]) -> list[float]:

@@ -47,6 +47,7 @@ from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.runtime.optimizer_offload import may_be_offloaded
 from lightning_diffpipe.runtime.optimizer_sharding import (
     may_be_divided,
@@ -55,6 +56,7 @@ from lightning_diffpipe.runtime.optimizer_sharding import (
     with_wrapped,
 )
 from lightning_diffpipe.training.patching import patched
+from lightning_diffpipe.training.plan_source import PipelineOptions
 
 _log = logging.getLogger(__name__)
 
@@ -334,17 +336,6 @@ def refuse_arguments(arguments: Mapping[str, Any], names: Iterable[str]) -> None
     raise ConfigurationError(f"DiffPipeStrategy has no argument {wrong!r}; {hint}")
 
 
-def refuse_own_generators(graph: LayerGraph) -> None:
-    """Refuses a step that was probed to sample random numbers that no seed of a microbatch governs."""
-    raise ConfigurationError(
-        f"training_step draws random numbers from {min(graph.generators)}, which outlives the step. Every rank has "
-        "its own copy, and draws from it at other times and more or less often than the next, so stages and frozen "
-        "layers would see different numbers, and call other layers where they are coins. Draw from torch's, "
-        "Python's or numpy's global generator, which is kept in step on all ranks (leave `generator=` out), or "
-        "make one inside the step, seeded with a number from the global one"
-    )
-
-
 def warn_of_whole_compiled(module: nn.Module, graph: LayerGraph) -> None:
     """Warns if what is trained is hidden in one compiled module, which cannot be cut."""
     trained = [layer for layer in graph.layers if not layer.frozen]
@@ -371,10 +362,20 @@ def warn_of_outputs(out: Any) -> bool:
     return bool(further)
 
 
-def refuse_joined_chains(plan: PipelinePlan, chains: Chains | None) -> None:
+def refuse_one_chain(chains: Chains, options: PipelineOptions) -> None:
+    """Refuses to run one backbone in opposite directions."""
+    spec = SCHEDULES.get(options.schedule)
+    if options.plan is None and spec and spec.opposite and len(chains.starts) == 1:
+        raise ConfigurationError(
+            f"schedule={options.schedule} runs backbones in opposite directions that know nothing of each other, "
+            f"but in this step {chains.joined_by}"
+        )
+
+
+def refuse_joined_chains(plan: PipelinePlan, chains: Chains) -> None:
     """Refuses a plan that runs backbones separately which this module trains together."""
     firsts = tuple(plan.first_layers[stage] for stage in plan.placement.first_stages)
-    if chains and chains.starts != firsts:
+    if chains.starts != firsts:
         why = chains.joined_by or f"its backbones begin at layers {list(chains.starts)}"
         raise PlanError(
             f"the plan runs {len(firsts)} backbones in opposite directions, which begin at layers {list(firsts)}, "

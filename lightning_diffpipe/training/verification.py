@@ -32,6 +32,7 @@ from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.cut import tail
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, TensorSpec
+from lightning_diffpipe.graph.probed_step import ProbedStep
 from lightning_diffpipe.graph.rng import microbatch_seed
 from lightning_diffpipe.graph.step import ModuleSplit, StepCall, logged_values
 from lightning_diffpipe.graph.trial import untouched
@@ -43,7 +44,6 @@ from lightning_diffpipe.runtime.batch_layout import microbatch_sizes, num_sample
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache
 from lightning_diffpipe.runtime.results import kind_of, metrics_in
-from lightning_diffpipe.training.pipeline import ProbedStep
 
 _log = logging.getLogger(__name__)
 

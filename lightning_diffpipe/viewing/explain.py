@@ -25,10 +25,9 @@ from lightning_diffpipe.planning.profile import (
     encoded_first,
     joined,
 )
-from lightning_diffpipe.planning.recomputation import checkpointed
+from lightning_diffpipe.planning.savings import checkpointed, streamed
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.planning.streaming import streamed
 from lightning_diffpipe.viewing.text import count_of, percent, seconds, size
 
 BEST = "the best of all plans"
@@ -139,7 +138,7 @@ def explain(
 
 def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> PipelinePlan:
     """Returns the plan's stages with these costs, or the plan itself where both promise the same step."""
-    profile = joined(profile, apart=plan.num_backbones > 1)
+    profile = joined(profile, opposite=plan.num_backbones > 1)
     names, what = [layer.name for layer in profile.layers], f"profile {profile.name!r}"
     remedy = "use the profile that the plan was made from, or one of the same layers"
     check_layers(plan, names, what, remedy)

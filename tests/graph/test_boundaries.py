@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_diffpipe.graph.cut import boundary_bytes, cut
+from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.probe import fold, probe
+from lightning_diffpipe.graph.sizes import boundary_bytes
 
 WIDTH = 16
 

@@ -10,7 +10,8 @@ from torchmetrics import MeanMetric
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.training.plan_source import PipelineOptions, _require_chains
+from lightning_diffpipe.training.plan_source import PipelineOptions
+from lightning_diffpipe.training.refusals import refuse_one_chain
 from tests.distributed.tiny import Cascade, Samples
 
 
@@ -58,9 +59,9 @@ def test_why_backbones_are_one_chain(form, reason):
     _, found = cascade(form)
     assert found.starts == (0,)
     assert reason in found.joined_by
-    _require_chains(found, PipelineOptions(schedule="auto"))
+    refuse_one_chain(found, PipelineOptions(schedule="auto"))
     with pytest.raises(ConfigurationError, match=re.escape(reason)) as caught:
-        _require_chains(found, PipelineOptions(schedule="bidirectional"))
+        refuse_one_chain(found, PipelineOptions(schedule="bidirectional"))
     assert "schedule=1f1b" in str(caught.value) or form == "stacked"
 
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_diffpipe.errors import PartitionError
-from lightning_diffpipe.graph.cut import boundary_bytes, cut
+from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorSpec
+from lightning_diffpipe.graph.sizes import boundary_bytes
 from lightning_diffpipe.planning.schedule import Route, route
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from lightning_diffpipe.planning.instruction import Receive, Send, Wait
-from lightning_diffpipe.planning.lowering import lower, lower_for_devices, receives_due
+from lightning_diffpipe.planning.lowering import lower, lower_for_devices, receive_starts
 from lightning_diffpipe.planning.passes import widened
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
@@ -144,5 +144,5 @@ def test_smaller_batches_and_those_of_several_forms_receive_in_order_and_wait_an
 def test_one_stage_on_each_rank_receives_in_front_of_the_wait(name):
     """As late as it can: nothing is occupied for longer than it has to."""
     for schedule in schedules(name):
-        for due in receives_due(lower(schedule)):
+        for due in receive_starts(lower(schedule)):
             assert all(isinstance(at, Wait) for at in due)

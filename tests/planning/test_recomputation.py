@@ -22,7 +22,7 @@ from lightning_diffpipe.planning.profile import (
     ModelProfile,
     Seconds,
 )
-from lightning_diffpipe.planning.recomputation import checkpointed
+from lightning_diffpipe.planning.savings import checkpointed
 from lightning_diffpipe.planning.search import find_plan
 from tests.planning.profiles import best_step_s
 

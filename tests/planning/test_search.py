@@ -26,7 +26,7 @@ from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.memory import frozen_loads, peak_memory_bytes
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.passes import schedule_of_passes
-from lightning_diffpipe.planning.plan import PipelinePlan, check_wishes
+from lightning_diffpipe.planning.plan import PipelinePlan, check_options
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     EncoderLayerProfile,
@@ -568,7 +568,7 @@ def test_no_proposal_is_faster_than_the_bound_that_rules_it_out(seed, schedule, 
     options = PlanOptions(12, schedule=schedule, filling=filling)
     if SCHEDULES[schedule].opposite:
         others = [random_profile(rng, rng.randint(4, 8)) for _ in range(rng.randint(1, 2))]
-        profile = joined(several_backbones(profile, *others), apart=True)
+        profile = joined(several_backbones(profile, *others), opposite=True)
         num_layers = len(profile.backbones[0].layers)
     model = CostModel(profile, random_cluster(rng, num_ranks))
     search = Search(Evaluator(model, options))
@@ -720,9 +720,9 @@ def test_a_plan_is_what_was_asked_for(seed):
         frozen_group_size=rng.choice(["auto", 1, 2]),
     )
     plan = find_plan(profile, cluster, wishes)
-    check_wishes(plan, wishes, plan.num_pipelines)
-    check_wishes(plan, plan.options, plan.num_pipelines)
-    check_wishes(plan, replace(wishes, data_parallel=3), 3)
+    check_options(plan, wishes, plan.num_pipelines)
+    check_options(plan, plan.options, plan.num_pipelines)
+    check_options(plan, replace(wishes, data_parallel=3), 3)
 
 
 @pytest.mark.parametrize("seed", seeds(12, 3))

@@ -21,14 +21,14 @@ from lightning_diffpipe.planning.profile import (
     Seconds,
 )
 from lightning_diffpipe.planning.proposals import shapes
-from lightning_diffpipe.planning.recomputation import checkpointed
-from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.planning.streaming import (
+from lightning_diffpipe.planning.savings import (
+    checkpointed,
     copies,
     streamed,
     streamed_runs,
     streamed_where_needed,
 )
+from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.viewing.explain import explain
 from lightning_diffpipe.viewing.report import report
 from tests.planning.profiles import best_step_s

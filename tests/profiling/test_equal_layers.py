@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.profiling.measure import Subject, averaged, equal_layers, measure_profile
+from lightning_diffpipe.graph.sizes import equal_layers
+from lightning_diffpipe.profiling.layer_costs import averaged
+from lightning_diffpipe.profiling.measure import LayerTimer, measure_profile
 from lightning_diffpipe.profiling.step_run import StepTimes
 
 
@@ -17,14 +19,14 @@ def chain(*blocks):
 
 def test_equal_blocks_are_alike_the_first_and_other_shapes_are_not():
     module, _, _, graph = chain(*(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 8))
-    assert equal_layers(graph, module) == [[0], [1, 2, 3], [4]]  # nothing before 0 wants a gradient
+    assert equal_layers(module, graph) == [[0], [1, 2, 3], [4]]  # nothing before 0 wants a gradient
 
 
 def test_a_frozen_block_is_not_like_a_trained_one():
     blocks = [nn.Linear(16, 16) for _ in range(4)]
     blocks[2].requires_grad_(False)
     module, _, _, graph = chain(*blocks)
-    assert equal_layers(graph, module) == [[0], [1, 3], [2]]
+    assert equal_layers(module, graph) == [[0], [1, 3], [2]]
 
 
 def test_a_disturbed_block_does_not_stand_out():
@@ -41,7 +43,9 @@ def test_a_profile_gives_alike_layers_one_time():
     """Profiles of three runs differed by half from block to block, and stages were cut accordingly."""
     module, step, batch, graph = chain(*(nn.Linear(16, 16) for _ in range(6)))
     profile = measure_profile(
-        Subject(module, step, batch, graph, sample_counts=(4,), repeats=3, looks_at_results=False)
+        LayerTimer(
+            module, step, batch, graph, sample_counts=(4,), repeats=3, looks_at_results=False
+        )
     )
     middle = profile.backbones[0].layers[1:-1]
     assert len({layer.backward_s for layer in middle}) == 1

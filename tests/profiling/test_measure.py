@@ -15,13 +15,13 @@ from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError, ProfileError
 from lightning_diffpipe.graph.backward import NestedExits
-from lightning_diffpipe.graph.cut import boundary_bytes
 from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.sizes import boundary_bytes
+from lightning_diffpipe.graph.step import take_samples
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling import measure, profiler, state, step_run
-from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
+from lightning_diffpipe.profiling.measure import LayerTimer, default_counts, measure_profile
 from lightning_diffpipe.profiling.profiler import in_precision
-from lightning_diffpipe.profiling.state import take_samples
 from tests.profiling.toys import CpuClock, Toy, batch_of, toy
 
 
@@ -30,8 +30,8 @@ def cpu_clock(monkeypatch):
     monkeypatch.setattr(measure, "clock_for", lambda device: CpuClock())
 
 
-def measured(*subject, **options):
-    return measure_profile(Subject(*subject, **options))
+def measured(*timer, **options):
+    return measure_profile(LayerTimer(*timer, **options))
 
 
 def everything(module):
@@ -63,7 +63,7 @@ def equal(a, b):
 @pytest.mark.parametrize("fits", [True, False])
 def test_leaves_the_module_bit_identical(fits, monkeypatch):
     """As a whole, or layer by layer where nothing else fits on the device."""
-    monkeypatch.setattr(measure.Subject, "fits", fits)
+    monkeypatch.setattr(measure.LayerTimer, "fits", fits)
     module, step, batch, graph = toy()
     module.blocks[1].eval()
     module.head.weight.grad = torch.ones_like(module.head.weight)
@@ -273,7 +273,7 @@ def test_refuses_effort_that_is_not_positive(option):
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_refuses_a_step_that_changed_since_its_probe(fits, monkeypatch):
-    monkeypatch.setattr(measure.Subject, "fits", fits)
+    monkeypatch.setattr(measure.LayerTimer, "fits", fits)
     module, _, batch, graph = toy()
     other = lambda module, batch: module.head(module.encoder(batch["x"])).mean()
     with pytest.raises(GraphError, match=r"call 1 is head, expected blocks\.0"):
@@ -294,11 +294,11 @@ def test_reports_progress():
 def test_a_batch_on_the_host_follows_its_module(monkeypatch):
     """History: the probe of a module on a GPU met a batch on the host and failed; `meta` is the device here."""
     module = Toy().to("meta")
-    monkeypatch.setattr(profiler, "measure_profile", lambda subject: subject)
+    monkeypatch.setattr(profiler, "measure_profile", lambda timer: timer)
     monkeypatch.setattr(profiler, "separated", lambda found, starts: found)
-    subject = profiler.profile(module, batch_of(8))
-    assert {subject.place, subject.batch["x"].device} == {torch.device("meta")}
-    assert subject.graph.path_names == toy()[3].path_names
+    timer = profiler.profile(module, batch_of(8))
+    assert {timer.place, timer.batch["x"].device} == {torch.device("meta")}
+    assert timer.graph.path_names == toy()[3].path_names
 
 
 def test_default_counts_reach_half_of_the_batch():
@@ -342,7 +342,7 @@ def test_layer_by_layer_runs_layers_that_begin_in_place(monkeypatch):
     graph = probe(module, step, batch)
     kept = {}
     for whole in (True, False):
-        monkeypatch.setattr(measure.Subject, "fits", whole)
+        monkeypatch.setattr(measure.LayerTimer, "fits", whole)
         found = measured(module, step, batch, graph, sample_counts=(4,), repeats=1)
         layers = found.backbones[0].layers
         kept[whole] = {x.name: x.activation_bytes_per_sample for x in layers}
@@ -358,7 +358,7 @@ def test_layer_by_layer_finds_the_same_bytes_and_similar_times(monkeypatch):
     for _ in range(5):
         layers = {}
         for whole in (True, False):
-            monkeypatch.setattr(measure.Subject, "fits", whole)
+            monkeypatch.setattr(measure.LayerTimer, "fits", whole)
             layers[whole] = measured(module, step, batch, graph, **options).backbones[0].layers
             total_s = sum(x.forward_s.at(64) + x.backward_s.at(64) for x in layers[whole])
             seconds[whole].append(total_s)
@@ -423,8 +423,8 @@ def test_what_fits_is_counted_with_what_is_there(on_device, monkeypatch):
     need = gradients + (0 if on_device else sum(sizes.values()))
     for spare, fits in ((4, True), (0, False)):
         FakeGpu(monkeypatch, free_bytes=need, cached_bytes=need + spare)
-        subject = Subject(module, step, batch, graph, device="cuda:0")
-        assert subject.fits == fits
+        timer = LayerTimer(module, step, batch, graph, device="cuda:0")
+        assert timer.fits == fits
 
 
 @pytest.mark.parametrize("shared_bytes", [2**28, 4 * 40])
@@ -474,10 +474,10 @@ def test_measuring_gives_a_gpus_memory_back(monkeypatch):
         gpu.run(2**30)
         return step(module, batch)
 
-    subject = Subject(
+    timer = LayerTimer(
         module, uses_all, batch, graph, device="cuda:0", sample_counts=(2,), repeats=1
     )
-    profile = measure_profile(subject)
+    profile = measure_profile(timer)
     assert profile.encoders[0].splittable is not None
     assert places == ["reprobed"]
     assert gpu.log[-1] == 2**30
@@ -571,7 +571,7 @@ def test_a_count_that_runs_out_of_memory_later_is_left_out(monkeypatch, caplog):
         return measure_step(run, call, interception, backward, *saving)
 
     monkeypatch.setattr(measure.StepRun, "measure", full)
-    monkeypatch.setattr(measure.Subject, "_one_by_one", None)
+    monkeypatch.setattr(measure.LayerTimer, "_one_by_one", None)
     profile = measured(module, step, batch, graph, sample_counts=(2, 4), repeats=3)
     assert [n for n, _ in profile.backbones[0].layers[0].forward_s.points] == [2]
     assert "cannot time 4 samples" in caplog.text
@@ -582,7 +582,7 @@ def test_a_count_that_runs_out_of_memory_later_is_left_out(monkeypatch, caplog):
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_module_on_the_host_is_timed_on_a_gpu(fits, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(measure.Subject, "fits", fits)
+    monkeypatch.setattr(measure.LayerTimer, "fits", fits)
     module, step, batch, graph = toy(num_samples=64, width=512)
     before = everything(module)
     profile = measured(module, step, batch, graph, device="cuda", sample_counts=(8, 64), repeats=3)
@@ -612,10 +612,10 @@ def test_bytes_are_those_of_the_types_of_the_device(monkeypatch):
     monkeypatch.setattr(measure, "placed", placed)
     monkeypatch.setattr(measure, "tree_to", lambda tree, device: tree)
     graph = probe(module, step, batch, max_share=0.1)
-    found = measure.graph_of_device(Subject(module, step, batch, graph, device="meta"))
+    found = measure.graph_of_device(LayerTimer(module, step, batch, graph, device="meta"))
     assert boundary_bytes(graph)[1:3] == (2 * 8 * 4,) * 2
     assert boundary_bytes(found)[1:3] == (2 * 8 * 2,) * 2
-    assert measure.graph_of_device(Subject(module, step, batch, graph)) is graph
+    assert measure.graph_of_device(LayerTimer(module, step, batch, graph)) is graph
 
 
 def test_casts_of_weights_count_for_each_microbatch():

@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.profiling.measure import Subject, measure_profile
+from lightning_diffpipe.profiling.measure import LayerTimer
 from lightning_diffpipe.profiling.step_run import StepTimes, pooled, summed_up, typical
+from lightning_diffpipe.training import plan_source
+from lightning_diffpipe.training.plan_source import measured_by_all
 
 
 def steps(*seconds):
@@ -33,11 +35,11 @@ def test_what_a_rank_could_not_run_comes_from_the_others():
     assert together == {2: (steps(1.0, 3.0), steps(0.5, 2.5)), 4: large}
 
 
-def subject_of(step):
+def timer_of(step):
     module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)).train()
     batch = torch.randn(8, 16)
     graph = probe(module, lambda module, batch: module(batch).square().mean(), batch[:2])
-    return Subject(
+    return LayerTimer(
         module, step, batch, graph, sample_counts=(4,), repeats=3, looks_at_results=False
     )
 
@@ -49,29 +51,40 @@ def scaled(step, factor):
     )  # fmt: skip
 
 
-def test_the_profile_has_the_median_over_ranks():
+@pytest.mark.parametrize(
+    ("factors", "middle", "expected"),
+    [((1.0, 1.3, 1.5), 1.3, ()), ((1.0, 1.2, 30.0), 1.1, (1.0, 1 / 1.2, 1 / 30.0))],
+)
+def test_the_profile_has_the_median_over_fast_ranks(monkeypatch, factors, middle, expected):
     """History: rank 0's times alone were planned with, in whatever minute its core had."""
-    seen = {}
+    gathered = []
 
-    def pool(rounds):
+    def ranks_of(rounds, world):
+        gathered.append(rounds)
         (whole, inputs) = rounds[4]
-        ranks = [
+        return [
             {4: ([scaled(step, f) for step in whole], [scaled(step, f) for step in inputs])}
-            for f in (1.0, 10.0, 30.0)
+            for f in factors
         ]
-        seen["own"] = summed_up(rounds)
-        return pooled([summed_up(rank) for rank in ranks])
 
-    profile = measure_profile(subject_of(lambda module, batch: module(batch).square().mean()), pool)
-    (own,) = seen["own"][4][0]
-    assert profile.backbones[0].layers[0].backward_s.at(4) == pytest.approx(10 * own.backward[0])
+    monkeypatch.setattr(plan_source, "gathered_objects", ranks_of)
+    timer = timer_of(lambda module, batch: module(batch).square().mean())
+    profile, speeds = measured_by_all(timer, object())
+    (own,) = gathered[0][4][0]
+    assert profile.backbones[0].layers[0].backward_s.at(4) == pytest.approx(
+        middle * own.backward[0]
+    )
+    assert speeds == pytest.approx(expected)
 
 
-def test_a_rank_that_cannot_measure_keeps_nobody_waiting():
+def test_a_rank_that_cannot_measure_keeps_nobody_waiting(monkeypatch):
     def failing(module, batch):
         raise ZeroDivisionError("this rank's data is broken")
 
-    given = []
+    gathered = []
+    monkeypatch.setattr(
+        plan_source, "gathered_objects", lambda rounds, world: gathered.append(rounds)
+    )
     with pytest.raises(ZeroDivisionError):
-        measure_profile(subject_of(failing), given.append)
-    assert given == [{}]
+        measured_by_all(timer_of(failing), object())
+    assert gathered == [{}]

@@ -8,7 +8,8 @@ from lightning_diffpipe.graph.layer import ContainerCall
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, ModelProfile, Seconds
-from lightning_diffpipe.profiling.step_run import StepTimes, backward_s, forward_s, repeated_s
+from lightning_diffpipe.profiling.layer_costs import backward_s, forward_s, repeated_s
+from lightning_diffpipe.profiling.step_run import StepTimes
 
 
 @dataclass

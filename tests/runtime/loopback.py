@@ -26,11 +26,10 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.graph.probe import fold, probe
-from lightning_diffpipe.graph.step import batch_signature
+from lightning_diffpipe.graph.step import batch_signature, take_samples
 from lightning_diffpipe.planning.instruction import Encode, Instruction, Program, ShareResults
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
-from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, num_samples
 from lightning_diffpipe.runtime.bubbles import FrozenWork
 from lightning_diffpipe.runtime.engine import Engine

@@ -10,9 +10,9 @@ from torch import nn
 
 from lightning_diffpipe.graph.forms import Forms
 from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.probed_step import ProbedStep
 from lightning_diffpipe.graph.step import fresh
 from lightning_diffpipe.profiling.profiler import profile
-from lightning_diffpipe.training.pipeline import ProbedStep
 from lightning_diffpipe.training.verification import run_whole
 from tests.graph.emulate import intercepted, relative_error
 from tests.runtime.loopback import Loopback

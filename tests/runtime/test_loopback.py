@@ -22,9 +22,8 @@ from lightning_diffpipe.graph.cut import uncut
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import probe, reprobe
 from lightning_diffpipe.graph.rng import derived_seed
-from lightning_diffpipe.graph.step import batch_signature, loss_of
+from lightning_diffpipe.graph.step import batch_signature, loss_of, take_samples
 from lightning_diffpipe.graph.view import StageView
-from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.batch_layout import microbatch_sizes, num_samples, split
 from tests.graph.emulate import intercepted, randomise, relative_error
 from tests.graph.steps import (

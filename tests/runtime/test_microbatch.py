@@ -10,8 +10,7 @@ from PIL import Image
 from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.step import BatchForm, add_sample, count_samples
-from lightning_diffpipe.profiling.state import take_samples
+from lightning_diffpipe.graph.step import BatchForm, add_sample, count_samples, take_samples
 from lightning_diffpipe.runtime.batch_layout import (
     BatchLayout,
     microbatch_sizes,

@@ -11,8 +11,8 @@ from torch import nn
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.forms import Forms
 from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.probed_step import ProbedStep
 from lightning_diffpipe.training.assembly import _planned_graphs
-from lightning_diffpipe.training.pipeline import ProbedStep
 from tests.runtime.loopback import Loopback
 
 

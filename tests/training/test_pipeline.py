@@ -21,6 +21,7 @@ from lightning_diffpipe.graph.forms import Forms
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.placement import is_placeholder, leave_on_host, place_parameters
 from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.probed_step import ProbedStep
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.schedule import Placement
@@ -75,9 +76,10 @@ def test_a_run_may_begin_with_the_last_batch_of_an_epoch():
 
 
 def make_plan(plan, world_size=2, **options):
-    subject = SimpleNamespace(batch=torch.ones(8, 4), graph=SimpleNamespace(form=None))
     process = pipeline.Process(0, world_size, torch.device("cpu"), "gloo", 1.0)
-    return _make_plan(subject, None, PipelineOptions(plan=plan, **options), Cluster(2), process)
+    return _make_plan(
+        SimpleNamespace(num_samples=8), None, PipelineOptions(plan=plan, **options), process
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_a_module_is_verified_where_it_is_trained(monkeypatch):
     monkeypatch.setattr(assembly, "_connect", lambda *arguments: (mesh, {}))
     process = pipeline.Process(0, 2, torch.device("meta"), "gloo", 1.0)
     batch, step = torch.ones(2, 4), lambda module, batch: module(batch).mean()
-    probed = pipeline.ProbedStep(MODULE, step, batch, batch, GRAPH, Forms())
+    probed = ProbedStep(MODULE, step, batch, batch, GRAPH, Forms())
     with pytest.raises(StopIteration):
         assembly.assemble(probed, PLAN, process, PipelineOptions(verify=True), seed=0)
     assert places == [torch.device("meta"), "run"]
@@ -331,10 +333,10 @@ def test_a_device_without_measured_links_has_a_memory(monkeypatch, profile, num_
 )  # fmt: skip
 def test_a_profile_of_another_module_is_refused_by_its_own_name(module, message):
     """History: the plan made from it was refused instead, and `strategy.plan` blamed, which nobody had set."""
-    subject = SimpleNamespace(module=module, graph=graph_of(module))
+    timer = SimpleNamespace(module=module, graph=graph_of(module))
     profile = estimate_profile(MODULE, GRAPH)
     with pytest.raises(ConfigurationError, match=f"the profile 'Sequential' .*{message}"):
-        _profile(subject, profile, None)
+        _profile(timer, profile, None)
     assert _profile(SimpleNamespace(module=MODULE, graph=GRAPH), profile, None) == (profile, ())
 
 
@@ -359,7 +361,7 @@ def test_layers_are_those_of_the_plan_before_those_of_the_profile(tmp_path):
 @pytest.mark.parametrize("source", [None, "measure"])
 def test_without_a_profile_layers_are_timed(monkeypatch, source):
     """History: profile=None ended in a TypeError of the path it was taken for."""
-    monkeypatch.setattr(plan_source, "measure_profile", lambda subject, pool: "timed")
+    monkeypatch.setattr(plan_source, "measure_profile", lambda timer: "timed")
     assert _profile(mock.MagicMock(), source, None) == ("timed", ())
 
 

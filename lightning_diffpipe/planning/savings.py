@@ -1,7 +1,11 @@
-"""Streaming of frozen weights as a choice of the plan: which layers have theirs in host memory until they run.
+"""Memory bought with time, as a choice of the plan: which layers are computed again, and which are streamed.
 
-A streamed layer keeps only what is trained of it on the device. Its frozen weights are copied there for each of its
-runs, into one of two slots, while the layers before it compute:
+A layer that is *recomputed* (activation checkpointing) stores its inputs instead of its activations, and its
+backward takes a forward longer. An early stage of 1F1B stores the activations of many microbatches, the last one
+those of one: so stages recompute different shares of their layers, and have fewer layers where more are recomputed.
+
+A *streamed* layer stores only what is trained of it on the device. Its frozen weights are copied there for each of
+its runs, into one of two slots, while the layers before it compute:
 
     compute  | layer 0 | layer 1 | layer 2 | wait | layer 3 | layer 4 |     layers 1, 3 and 5 are streamed: the
     copy     | 1 ----- | 3 ---------------------- | 5 --------------- |     copy of 3 begins when 1 does
@@ -10,7 +14,15 @@ Its backward needs its weights, too, and so runs its forward again: a streamed l
 weights are copied for a forward and for a backward. A run takes longer by what the copy takes beyond the runs that
 cover it. So streamed layers are spread evenly over a stage, and layers that are not cover the copies of others.
 
-Source:
+Here is what a profile becomes; `search.py` decides which layers:
+
+    1. recompute everything that frees memory, and search the fastest cuts that fit
+    2. with these cuts, stop recomputing on each rank while it fits, layers that save most seconds a byte first
+    3. search the cuts again with what is still recomputed, as stages have become faster; until nothing changes
+
+Sources:
+    Checkpointing: Chen et al. (2016), https://arxiv.org/abs/1604.06174; a part of a stage only: Korthikanti et al.
+    (2022), https://arxiv.org/abs/2205.05198.
     Prefetching of weights from host memory: Rhu et al. (2016), https://arxiv.org/abs/1602.08124 (vDNN); Ren et al.
     (2021), https://arxiv.org/abs/2101.06840 (ZeRO-Offload).
 """
@@ -33,6 +45,34 @@ from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile, Seco
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of samples for which waits are computed: they fall with the samples, down to none."""
+
+
+def recomputable(profile: ModelProfile, frees_memory: bool = True) -> frozenset[int]:
+    """Returns positions of layers of the one backbone that may be recomputed, or only where it frees memory."""
+    return frozenset(
+        position
+        for position, layer in enumerate(profile.backbones[0].layers)
+        if layer.gradient and (left := layer.input_bytes_per_sample) is not None
+        if not frees_memory or left < layer.activation_bytes_per_sample
+    )
+
+
+def checkpointed(profile: ModelProfile, positions: Collection[int]) -> ModelProfile:
+    """Returns the profile of a step that recomputes the layers at these positions of the one backbone, too."""
+    (backbone,) = profile.backbones
+    layers = list(backbone.layers)
+    for position in positions:
+        layer = layers[position]
+        if layer.uncheckpointed:
+            continue
+        layers[position] = replace(
+            layer,
+            backward_s=Seconds.sum((layer.backward_s, layer.forward_s)),
+            activation_bytes_per_sample=layer.input_bytes_per_sample or 0,
+            activation_bytes_per_microbatch=0,
+            uncheckpointed=layer,
+        )
+    return replace(profile, backbones=(replace(backbone, layers=tuple(layers)),))
 
 
 def streamable(profile: ModelProfile) -> frozenset[int]:

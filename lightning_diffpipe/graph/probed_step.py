@@ -1,0 +1,209 @@
+"""What there is to know of a step before anything is timed or planned: its layers, call sequences and chains.
+
+    probe -> coins? -> probe of the longest call sequence -> chains -> does one sample suffice?
+
+All of it is found out here and handed on once, as a `ProbedStep`: profiling times its layers, planning shares them
+among ranks, and neither looks at the step again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError
+from lightning_diffpipe.graph.chains import ONE_CHAIN, Chains, find_chains
+from lightning_diffpipe.graph.forms import MOST_FORMS, Forms, names_of, survey, too_many_forms
+from lightning_diffpipe.graph.layer import LayerGraph, other_calls
+from lightning_diffpipe.graph.probe import probe, probe_named
+from lightning_diffpipe.graph.rng import microbatch_seed
+from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step, take_samples
+from lightning_diffpipe.planning.profile import FormsSeen
+
+_log = logging.getLogger(__name__)
+_NUM_PROBED_SAMPLES = 2
+
+
+@dataclass(frozen=True)
+class ProbedStep:
+    """A step on a batch, and what was found out about it.
+
+    Attributes:
+        module: The whole module, on the host, equal on all ranks.
+        step: Module and batch to loss.
+        batch: One pipeline's batch, on the host.
+        small: The batch the graph was probed with.
+        graph: The layers.
+        forms: Call sequences of the step; the graph is that of the widest.
+        chains: Backbones that know nothing of each other.
+        num_samples: Samples of the batch.
+        least_samples: Samples that each microbatch must have.
+    """
+
+    module: nn.Module
+    step: Step
+    batch: Any
+    small: Any
+    graph: LayerGraph
+    forms: Forms
+    chains: Chains = ONE_CHAIN
+    num_samples: int = 1
+    least_samples: int = 1
+
+    @property
+    def widest(self) -> Step:
+        """The step in the form of the graph."""
+        return self.forms.widest.of_step(self.step) if self.forms.widest else self.step
+
+    @property
+    def forms_seen(self) -> FormsSeen | None:
+        """Frequencies of the call sequences, and the first layers they call; None if there is only one sequence."""
+        if self.forms.widest is None:
+            return None
+        path = set(self.graph.path_names)
+        calls = [sum(name in path for name in names) for names in self.forms.names]
+        shares: dict[int, float] = {}  # of all sequences that begin there
+        for count, share in zip(calls, self.forms.shares, strict=True):
+            first = max(calls[0] - count, 0)
+            shares[first] = shares.get(first, 0.0) + share
+        return FormsSeen(
+            tuple((share, first) for first, share in shares.items()), self.forms.is_shared
+        )
+
+
+def probe_step(
+    module: nn.Module,
+    step: Step,
+    batch: Any,
+    num_samples: int,
+    *,
+    seed: int,
+    planned: tuple[str, ...] = (),
+    arguments: tuple[Any, ...] = (),
+) -> ProbedStep:
+    """Finds out which layers a step calls, in which sequences, and which of them know nothing of each other.
+
+    Args:
+        module: The whole module, on the host; left as it is.
+        step: Module and batch to loss.
+        batch: One pipeline's batch, on the host.
+        num_samples: Samples of the batch.
+        seed: Seed of the run.
+        planned: Trained layers that a given plan or profile names; they are taken where this module has them.
+        arguments: Further arguments of the step for the first batch.
+
+    Raises:
+        GraphError: The step cannot be cut at its layers, or has too many call sequences.
+        ConfigurationError: It chooses its layers by random numbers of a generator of its own.
+    """
+    split = ModuleSplit.of(module)
+    form, number = split or BatchForm.of(batch, num_samples), min(_NUM_PROBED_SAMPLES, num_samples)
+    small = take_samples(batch, num_samples, number, split)
+    with _telling_of_smaller_batch(number, num_samples):
+        graph, forms = _layers_and_forms(module, step, small, form, seed, planned, arguments)
+    widest = forms.widest.of_step(step) if forms.widest else step
+    chains, least = find_chains(module, widest, small, graph), 1
+    if num_samples > 1 and any(isinstance(m, _BatchNorm) and m.training for m in module.modules()):
+        least = _least_samples(module, widest, take_samples(batch, num_samples, 1, split), graph)
+    return ProbedStep(module, step, batch, small, graph, forms, chains, num_samples, least)
+
+
+@contextlib.contextmanager
+def _telling_of_smaller_batch(number: int, size: int) -> Iterator[None]:
+    """Adds to an error of the step's own that the batch was cut, for what shapes do not fit any more."""
+    try:
+        yield
+    except DiffPipeError:
+        raise
+    except Exception as error:
+        if number < size:
+            error.add_note(
+                f"training_step was run on {number} of the {size} samples of a batch, to look at its layers: of "
+                f"tensors with {size} rows and lists of {size} it got so many. If one of them holds no samples, "
+                "but is a table that all share, leave it out of the batch, or let the module cut batches itself "
+                "(split_batch)"
+            )
+        raise
+
+
+def _layers_and_forms(
+    module: nn.Module,
+    step: Step,
+    batch: Any,
+    form: BatchForm | ModuleSplit,
+    seed: int,
+    planned: tuple[str, ...],
+    arguments: tuple[Any, ...],
+) -> tuple[LayerGraph, Forms]:
+    """Returns the layers of a step, in the form with most calls, and the forms it takes."""
+
+    def probed(step: Step) -> LayerGraph:
+        graph = probe(module, step, batch, seed=seed, form=form)
+        if not planned or graph.path_names == planned:
+            return graph
+        try:
+            return probe_named(module, step, batch, graph, planned, seed=seed)
+        except GraphError as error:
+            _log.info(
+                "the layers of the given plan or profile are not those of this module: %s", error
+            )
+            return graph
+
+    graph = probed(step)
+    seed_of = partial(microbatch_seed, seed, 0)
+    try:
+        widest, forms = survey(module, step, batch, graph, seed_of, arguments)
+    except DiffPipeError:
+        raise
+    except Exception as error:  # of any code, on numbers that mean nothing
+        _log.info("whether the step takes several forms cannot be found out: %s", str(error))
+        return graph, Forms()
+    if forms.widest is None:
+        return graph, forms
+    if graph.generators:
+        refuse_own_generators(graph)
+    # Values of coins, say, which are known now.
+    if names_of(widest) != graph.layer_names or graph.needs_values:
+        graph = probed(forms.widest.of_step(step))
+        widest, forms = survey(module, step, batch, graph, seed_of, arguments)
+        if names_of(widest) != graph.layer_names:
+            raise GraphError(
+                "the form of the step with most calls cannot be probed: run again with what it drew, "
+                f"{other_calls(names_of(widest), graph.layer_names)}"
+            )
+    elif forms.by_reads:
+        graph = probed(forms.widest.of_step(step))
+    if len(forms.exemplars) > MOST_FORMS:
+        raise GraphError(too_many_forms(len(forms.exemplars)))
+    shares = ", ".join(f"{share:.0%}" for share in forms.shares)
+    _log.info("the step takes %d forms, in %s of the trials", len(forms.exemplars), shares)
+    return graph, forms
+
+
+def refuse_own_generators(graph: LayerGraph) -> None:
+    """Refuses a step that was probed to sample random numbers that no seed of a microbatch governs."""
+    raise ConfigurationError(
+        f"training_step draws random numbers from {min(graph.generators)}, which outlives the step. Every rank has "
+        "its own copy, and draws from it at other times and more or less often than the next, so stages and frozen "
+        "layers would see different numbers, and call other layers where they are coins. Draw from torch's, "
+        "Python's or numpy's global generator, which is kept in step on all ranks (leave `generator=` out), or "
+        "make one inside the step, seeded with a number from the global one"
+    )
+
+
+def _least_samples(module: nn.Module, step: Step, sample: Any, graph: LayerGraph) -> int:
+    """Returns the samples that batch norms need: two, where of one they would see one value per channel."""
+    try:
+        probe(module, step, sample, mode="fake", layer_names=graph.layer_names, form=graph.form)
+    except ValueError as error:
+        return 2 if "more than 1 value per channel" in str(error) else 1
+    except Exception as error:  # of any code, which needs values, say
+        _log.debug("whether one sample is enough is unknown: %s", error)
+    return 1
