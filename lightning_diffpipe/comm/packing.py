@@ -64,17 +64,19 @@ class MessageLayout:
             if lies_as_sent and spec.nbytes == self.num_bytes:
                 return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         buffer = self.empty(device)
-        for view, tensor in zip(self.unpack(buffer), tensors, strict=True):
-            view.copy_(tensor.detach())
+        with torch.no_grad():
+            if tensors:
+                torch._foreach_copy_(self.unpack(buffer), list(tensors))
         return buffer
 
     def unpack(self, buffer: Tensor) -> list[Tensor]:
         """Views the tensors of a message inside its buffer, strides as they were sent."""
-        views = []
-        for spec, offset in zip(self.specs, self.offsets_bytes, strict=True):
-            flat = buffer[offset : offset + spec.nbytes].view(spec.dtype)
-            views.append(flat.as_strided(spec.shape, spec.stride))
-        return views
+        flat = {dtype: buffer.view(dtype) for dtype in {spec.dtype for spec in self.specs}}
+        starts = {dtype: whole.storage_offset() for dtype, whole in flat.items()}
+        return [
+            flat[s.dtype].as_strided(s.shape, s.stride, starts[s.dtype] + at // s.dtype.itemsize)
+            for s, at in zip(self.specs, self.offsets_bytes, strict=True)
+        ]
 
 
 _ALLOCATED_BYTES = 64  # bytes; of everything torch allocates

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -44,21 +45,25 @@ def in_own_memory(
     """Runs a backward inside; then copies first gradients of parameters that share memory, also with `others`."""
     first = [parameter for parameter in parameters if parameter.grad is None]
     yield
-    memories = set(map(_memory, others())) if first else set()
-    for parameter in first:
-        if parameter.grad is None:
-            continue
-        memory = _memory(parameter.grad)
-        if memory is not None and memory in memories:
+    # Those in one piece of memory. There are a thousand, so that nothing of Python's is called for each.
+    have = [p for p in first if (g := p.grad) is not None and g.layout is torch.strided]
+    theirs = [t for t in others() if t is not None and t.layout is torch.strided] if have else []
+    addresses = _addresses([*theirs, *map(_GRAD, have)])
+    if len(set(addresses)) == len(addresses):
+        return
+    seen = set(addresses[: len(theirs)])
+    for parameter, address in zip(have, addresses[len(theirs) :], strict=True):
+        if address in seen:
             parameter.grad = parameter.grad.clone()
-        memories.add(memory)
+        seen.add(address)
 
 
-def _memory(tensor: Tensor | None) -> int | None:
-    """Returns the address of a tensor; None if it is not in one piece of memory."""
-    if tensor is None or tensor.layout != torch.strided:
-        return None
-    return tensor.untyped_storage().data_ptr()
+_GRAD = attrgetter("grad")
+
+
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """Returns the addresses of the memory that tensors are parts of."""
+    return list(map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, tensors)))
 
 
 Node = Any  # torch.autograd.graph.Node, without stubs for what is used here

@@ -41,7 +41,7 @@ from lightning_diffpipe.graph.side_effects import (
 )
 from lightning_diffpipe.graph.step import StepCall
 from lightning_diffpipe.graph.trial import untouched
-from lightning_diffpipe.graph.view import DummyMemory, Stop, StubbedRun, View
+from lightning_diffpipe.graph.view import DummyMemory, Stop, StubbedRun, View, not_probed
 
 _Read = tuple[int, Any]
 
@@ -70,6 +70,11 @@ _Number = tuple[_Line, Any]
 def names_of(form: StepForm) -> tuple[str, ...]:
     """Returns the modules of the layers of a call sequence, in order."""
     return tuple(name for name, _ in form.calls)
+
+
+def probed_form(graph: LayerGraph) -> StepForm:
+    """Returns the call sequence that a graph was probed with, for a step that has no other."""
+    return StepForm(tuple((name, True) for name in graph.layer_names))
 
 
 @dataclass(frozen=True)
@@ -167,8 +172,7 @@ class FormView(View):
             GraphError: The step calls a layer that it did not call when it was probed.
         """
         if self.graph.needs_values and len(known) < 2:
-            names = self.graph.layer_names
-            return next(iter(known), StepForm(tuple((name, True) for name in names)))
+            return next(iter(known), probed_form(self.graph))
         patterns: Collection[_Pattern] | None = None
         if not self._goes_on:
             patterns = [form.calls for form in known]
@@ -489,11 +493,7 @@ class _FormRun(StubbedRun):
             finally:
                 self._inside = False
         if name not in self._layers:
-            raise GraphError(
-                f"the step calls {name}, which it did not call when it was probed, so that no rank was planned to "
-                "run it. Let the step call it from the first batch on (multiply by 0 what shall not count yet), "
-                "or move the branch inside the forward of one module"
-            )
+            raise not_probed(name)
         count = self._counts[name]
         self._counts[name] = count + 1
         layer = self._layers[name][min(count, len(self._layers[name]) - 1)]

@@ -125,6 +125,7 @@ Results = dict[TensorKey, Tensor]
 class FrozenView(View):
     """Runs the frozen layers of a step, the frozen part of a `Cut`, without gradients; arguments as for `View`."""
 
+    pauses = True
     _samples_compared = False
 
     @property

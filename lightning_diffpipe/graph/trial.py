@@ -13,10 +13,11 @@ import copy
 import logging
 import operator
 import sys
+import types
 import warnings
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from typing import Any
 
@@ -68,7 +69,9 @@ def hooks_off(parameters: Iterable[nn.Parameter]) -> Iterator[HooksOf]:
     They shall see the gradient of a batch, once, as in one process; a backward gives that of one microbatch, on one
     of several ranks. A hook may put another one, which is called from the next batch on.
     """
-    replaced = [(p, k, old) for p in parameters for k in _KINDS if (old := getattr(p, k))]
+    with torch._C.DisableTorchFunctionSubclass():  # placeholders refuse slowly what is read of them
+        hooked = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+    replaced = [(p, k, old) for p in hooked for k in _KINDS if (old := getattr(p, k))]
     hooks = {p: tuple(getattr(p, kind) or {} for kind in _KINDS) for p, _, _ in replaced}
     for parameter, kind, old in replaced:  # with None in their place torch would still call some
         setattr(parameter, kind, _Forwarding.of(old))
@@ -81,6 +84,7 @@ def hooks_off(parameters: Iterable[nn.Parameter]) -> Iterator[HooksOf]:
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict, Counter})
+_MAPPINGS = (dict, types.MappingProxyType)
 _MOST_ENTRIES = 1000  # of a container that is searched for others: each step does
 _MOST_BYTES = 2**20  # of a tensor that is copied in case it is written in place
 _STATES: tuple[type, ...] = (bool, int, float, str, type(None), Tensor)
@@ -89,42 +93,54 @@ _WITHOUT_STATE = _LIBRARIES | sys.stdlib_module_names - {"types", "argparse"}  #
 _MISSING = object()
 
 
-def _holders(values: Iterable[Any], depth: int = 3) -> Iterator[Any]:
+def _holders(values: Sequence[Any], depth: int = 3) -> Iterator[Any]:
     """Yields containers among values, attributes of objects, and what is inside of them."""
-    for value in values:
-        kind = type(value)
-        entries = None
-        if kind in _CONTAINERS or (isinstance(value, dict) and kind.update is dict.update):
-            entries = value
-        elif kind.__dictoffset__ and not isinstance(value, nn.Module | Tensor | type):
-            entries = None if kind.__module__.partition(".")[0] in _WITHOUT_STATE else vars(value)
-        if entries is not None:
-            yield entries
-            if depth > 1 and len(entries) <= _MOST_ENTRIES:
-                inside = entries.values() if isinstance(entries, dict) else entries
-                yield from _holders(inside, depth - 1)
+    while values and depth:
+        # Asked of each kind, as there are thousands of values, before each batch.
+        entries_of = {kind: _entries_of(kind) for kind in set(map(type, values))}
+        level = [entries(v) for v in values if (entries := entries_of[type(v)]) is not None]
+        yield from level
+        small = [entries for entries in level if len(entries) <= _MOST_ENTRIES]
+        values = [v for e in small for v in (e.values() if isinstance(e, dict) else e)]
+        depth -= 1
 
 
-def _copied(holder: Any) -> Any:
-    """Returns a copy of a container, with iterators of Python's own where they are now, if they can be copied."""
+def _entries_of(kind: type) -> Callable[[Any], Any] | None:
+    """Returns what gives the container that a value of some kind is or has; None if code keeps no state there."""
+    if kind in _CONTAINERS or (issubclass(kind, dict) and kind.update is dict.update):
+        return lambda value: value
+    if not kind.__dictoffset__ or issubclass(kind, nn.Module | Tensor | type):
+        return None
+    return None if kind.__module__.partition(".")[0] in _WITHOUT_STATE else vars
+
+
+def _copied(holder: Any, iterators: Set[type]) -> Any:
+    """Returns a copy of a container, with iterators of Python's own where they are now, if they can be copied.
+
+    `iterators` are all kinds of iterators there may be in it.
+    """
     if not holder:
         return ()  # without memory of its own: most of a module's are empty
     copied = holder.copy() if type(holder) in _CONTAINERS else dict(holder)
-    for name, value in copied.items() if isinstance(copied, dict) else ():
-        kind = type(value)
-        if hasattr(kind, "__next__") and kind.__module__ in ("itertools", "builtins"):
-            with contextlib.suppress(TypeError):
-                copied[name] = copy.copy(value)
+    if isinstance(copied, dict) and not iterators.isdisjoint(map(type, copied.values())):
+        for name, value in copied.items():
+            if type(value) in iterators and type(value).__module__ in ("itertools", "builtins"):
+                with contextlib.suppress(TypeError):
+                    copied[name] = copy.copy(value)
     return copied
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """Returns whether a container holds the very objects that it held, in their order."""
+    same = len(now) == len(before) and all(map(operator.is_, now, before))
+    if same and now and isinstance(now, _MAPPINGS):
+        return all(map(operator.is_, now.values(), before.values()))
+    return same
 
 
 def _refill(holder: Any, before: Any) -> None:
     """Gives a container what it held before, if it holds anything else."""
-    if not holder and not before:
-        return
-    entries = lambda held: [*held, *(held.values() if isinstance(held, dict) else ())]
-    now, then = entries(holder), entries(before)
-    if len(now) != len(then) or not all(map(operator.is_, now, then)):
+    if not _is_same(holder, before):
         holder.clear()
         holder.extend(before) if hasattr(holder, "extend") else holder.update(before)
 
@@ -138,6 +154,8 @@ def _rebind(owner: Any, before: Mapping[str, Any], kinds: tuple[type, ...]) -> N
         return value is _MISSING or (isinstance(value, kinds) and not is_site)
 
     now = vars(owner)
+    if _is_same(now, before):
+        return
     for name in [*before.keys(), *(now.keys() - before.keys())]:
         old, new = before.get(name, _MISSING), now.get(name, _MISSING)
         if old is new or name.startswith("__") or not (is_state(old) and is_state(new)):
@@ -178,12 +196,18 @@ def _attributes_restored(
         value
         for owner in owners
         for name, value in vars(owner).items()
-        if name not in SHARED_ATTRIBUTES and not name.startswith("__")
+        if name not in SHARED_ATTRIBUTES and name[:2] != "__"
         if alone or name not in _OF_EVERY_MODULE or name == "_buffers"
     ]
     owners |= {vars(root)[n]: _STATES for n in SHARED_ATTRIBUTES if vars(root).get(n) is not None}
-    snapshots = [(owner, _copied(vars(owner)) or {}, kinds) for owner, kinds in owners.items()]
-    holders = [(item, _copied(item)) for item in {id(h): h for h in _holders(values)}.values()]
+    held = list({id(each): each for each in _holders(values)}.values())
+    attributes = [vars(owner) for owner in owners]
+    maps = [*attributes, *(each for each in held if isinstance(each, dict))]
+    kinds_held = set[type]().union(*(map(type, each.values()) for each in maps))
+    iterators = {kind for kind in kinds_held if hasattr(kind, "__next__")}
+    copies = [_copied(each, iterators) or {} for each in attributes]
+    snapshots = list(zip(owners, copies, owners.values(), strict=True))
+    holders = [(each, _copied(each, iterators)) for each in held]
     try:
         yield
     finally:

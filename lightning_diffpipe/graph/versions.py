@@ -194,7 +194,7 @@ class Versions:
         self, root: nn.Module, parameters: Collection[str], buffers: Collection[str]
     ) -> None:
         self._places = [
-            (name, module, key)
+            (module._parameters if key in module._parameters else module._buffers, key)
             for name, module, key in _places(root)
             if name in parameters or name in buffers
         ]
@@ -222,9 +222,10 @@ class Versions:
 
     def _now(self) -> _State:
         # The tensors themselves, as the identity of one that is gone may be given to another.
-        tensors = [getattr(module, key, None) for _, module, key in self._places]
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        return tensors, list(map(version_of, tensors)), addresses
+        tensors = [held.get(key) for held, key in self._places]
+        present = [tensor for tensor in tensors if tensor is not None]
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in present]
+        return tensors, versions, list(map(Tensor.data_ptr, present))
 
     def _compared(self) -> list[Tensor]:
         # As bytes, as NaN equals nothing.

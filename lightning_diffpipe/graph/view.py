@@ -127,7 +127,15 @@ class View:
         memory: Storage of dummies, to be shared by all views of a rank.
         recomputed: Layers, before folding, whose activations the backward computes again instead of storing them.
         stream: Weights of the layers among them that are streamed.
+
+    Attributes:
+        pauses: Something is done before each layer of the fine graph.
+        may_vary: All layers are executed here, nothing is sent, and other calls of them than were probed just run.
+        has_varied: There were some.
+        fine: Layers of the fine graph, inside own layers, that are looked at when they are called.
     """
+
+    pauses = may_vary = has_varied = False
 
     def __init__(
         self,
@@ -144,7 +152,12 @@ class View:
         interception.watch(graph.site_names)
         # What runs ask at every call of a module.
         self.names, self.sites = graph.layer_names, graph.site_names
-        self.fine, self.seeded = frozenset(graph.fine_names), graph.seeded
+        self.seeded = graph.seeded
+        layers = [graph.layers[index] for index in cut.layers]
+        inside = frozenset(n for layer in layers for n in graph.fine_names[slice(*layer.fine)])
+        # All or none: one that nothing is done for may call another, and the outer one counts.
+        asks = self.pauses or stream is not None or not inside.isdisjoint(self.seeded | recomputed)
+        self.fine = inside if asks else frozenset[str]()
         self.final = len(graph.layers) if cut.is_last else max(cut.layers, default=-1)
         received = set(cut.received)
         self.sent = _by_layer(key for key in cut.sent if key not in received)
@@ -208,14 +221,17 @@ class StubbedRun(Run):
         if self._stopping:
             raise Stop
         if position >= len(view.names) or view.names[position] != site.name:
-            raise self._unexpected(site.name)
+            position = self._out_of_turn(site.name)
         layer = view.graph.layers[position]
         self._position = position + 1
         if position not in view.cut.layers:
             for _ in range(layer.num_seeds):
                 rng.draw_seed()
             return self._stub(layer)
-        out = self._checked(layer, self.execute(layer, site, args, kwargs))
+        out = self.execute(layer, site, args, kwargs)
+        if view.has_varied:  # what this call gives was not probed
+            return out
+        out = self._checked(layer, out)
         if position == view.final:
             # Hooks of the layer shall see its output; then the next layer call stops.
             hooks = site.module._forward_hooks or nn.modules.module._global_forward_hooks
@@ -291,11 +307,23 @@ class StubbedRun(Run):
             result, stopped = None, True
         view.dummy_memory.require_unwritten()
         if not stopped and self._position < min(view.final + 1, len(view.names)):
-            raise GraphError(
-                f"the step ended after {self._position} layer calls, the probe saw {len(view.names)}; the next "
-                f"would have been {view.names[self._position]}. All batches must call the same layers"
-            )
+            if not view.may_vary:
+                raise GraphError(
+                    f"the step ended after {self._position} layer calls, the probe saw {len(view.names)}; the next "
+                    f"would have been {view.names[self._position]}. All batches must call the same layers"
+                )
+            view.has_varied = True
         return result
+
+    def _out_of_turn(self, name: str) -> int:
+        """Returns the index of a layer that is called where another was to come."""
+        view = self._view
+        if not view.may_vary:
+            raise self._unexpected(name)
+        if name not in view.names:
+            raise not_probed(name)
+        view.has_varied = True
+        return view.names.index(name)
 
     def _unexpected(self, name: str) -> GraphError:
         names, position = self._view.names, self._position
@@ -374,6 +402,15 @@ def _not_read(layer: Layer, leaf: int) -> GraphError:
         f"this batch leaves out what is made of output {leaf} of {layer.name}, so that no gradient comes back to "
         "it, as one did when the step was probed. In one process it would have none, not zeros, which make the "
         "optimizer take another step. Multiply by 0 what shall not count, instead of leaving it out"
+    )
+
+
+def not_probed(name: str) -> GraphError:
+    """Returns the error of a layer that no graph of the step has."""
+    return GraphError(
+        f"the step calls {name}, which it did not call when it was probed, so that no rank was planned to "
+        "run it. Let the step call it from the first batch on (multiply by 0 what shall not count yet), "
+        "or move the branch inside the forward of one module"
     )
 
 

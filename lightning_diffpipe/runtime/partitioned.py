@@ -27,6 +27,7 @@ from lightning_diffpipe.graph.forms import (
     FormView,
     StepForm,
     names_of,
+    probed_form,
     too_many_forms,
 )
 from lightning_diffpipe.graph.frozen import FrozenView
@@ -91,6 +92,10 @@ class PartitionedStepCache:
         self._made: dict[tuple[str, StepForm], PartitionedStep] = {}
         self._cut_steps: dict[tuple[str, PlacedCalls], PartitionedStep] = {}
         self._memo: Memo | None = None
+        # Who has all layers can run whatever is called, and looks only where runs may differ. Of a step that has
+        # not varied yet that would be a second run of its code for nothing.
+        trials, is_alone = self.trials, self.placement.num_ranks == 1
+        self._only_runs = is_alone and len(trials.exemplars) == 1 and not trials.throws_coins
         self._dummies = DummyMemory()
         # The probe saw host tensors, whose types autocast leaves alone.
         if self.device.type == "cpu":
@@ -139,7 +144,9 @@ class PartitionedStepCache:
                 bears_nan=bool(self.trials.exemplars), by_reads=self.trials.by_reads,
             )  # fmt: skip
         call = StepCall(self.step, self.root, microbatch, arguments, graph.batch_writes)
-        if is_first or self.trials.throws_coins or self._first is None or self._first[0] != key:
+        if self._only_runs and not graph.counters:
+            self._first = key, probed_form(graph)
+        elif is_first or self.trials.throws_coins or self._first is None or self._first[0] != key:
             self._first = key, self._views[key].form_of(call, seed, self._forms[key])
         form = self._first[1]
         if (key, form) not in self._made:
@@ -165,6 +172,8 @@ class PartitionedStepCache:
         """Lets counters of the step show one batch more, however often the step was run for it."""
         if self._first is not None:
             self._views[self._first[0]].count()
+            views = self._made[self._first].stage_views.values()
+            self._only_runs = self._only_runs and not any(view.has_varied for view in views)
 
     def _graph_of(self, form: StepForm, key: str, call: StepCall, seed: int) -> LayerGraph:
         """Returns the graph of a form that one of the microbatches takes now."""
@@ -242,6 +251,8 @@ class PartitionedStepCache:
             )
             for stage in calls.placement.stages_of(self.local_rank)
         }
+        for view in views.values():
+            view.may_vary = self._only_runs
         frozen, end = FrozenView(root, graph, pieces.frozen, interception, memory), None
         if len(calls.placement.first_stages) > 1 and pieces.num_stages - 1 in views:
             end = StageView(root, graph, tail(graph), interception, memory)

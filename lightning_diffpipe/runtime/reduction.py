@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from lightning_diffpipe.graph.trial import HooksOf
 
 Awaited = Callable[[Sequence[Work], str, Callable[[], None]], PendingWork]
 
+_GRAD = attrgetter("grad")
 _BUCKET_BYTES = 32 * 1024 * 1024
 MOST_UNDER_WAY = 16  # buckets; each needs memory of its own
 
@@ -102,7 +104,7 @@ class GradientReducer:
 
     def take(self) -> tuple[Tensor | None, ...]:
         """Takes away the gradients that are there, without a copy; a step adds to none."""
-        gradients = tuple(parameter.grad for parameter in self._parameters)
+        gradients = tuple(map(_GRAD, self._parameters))
         for parameter in self._parameters:
             parameter.grad = None
         return gradients

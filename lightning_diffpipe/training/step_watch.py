@@ -210,16 +210,22 @@ class StepWatch:
 def _values(loss: Tensor, number: int, gradients: list[Tensor] | None) -> _Finite:
     finite = loss.isfinite().reshape(1)
     if gradients is not None:
-        plain = [t._values() if t.is_sparse else t for t in gradients if t.numel()]
+        plain = [t._values() if t.is_sparse else t for t in gradients]
         all_finite = _are_finite(plain) if plain else torch.ones((), dtype=torch.bool)
         finite = torch.cat([finite, all_finite.to(finite.device).reshape(1)])
     return _Finite(*begin_copy_to_host(finite), loss, number)
 
 
+@torch.no_grad()
 def _are_finite(tensors: list[Tensor]) -> Tensor:
-    if tensors[0].device.type == "cpu":
-        # Squares take the CPU a sixth of the time that largest values take, but may overflow.
-        all_finite = torch.stack(list(torch._foreach_norm(tensors))).isfinite().all()
-        if all_finite:
-            return all_finite
-    return torch.stack(list(torch._foreach_norm(tensors, torch.inf))).isfinite().all()
+    """Returns whether all values are finite, by the operator of `torch.amp.GradScaler`, which multiplies them by 1.
+
+    Of 500 small tensors it takes a CPU a twentieth of the time that their norms take, of large ones as long.
+    """
+    device = tensors[0].device
+    not_finite, one = torch.zeros((), device=device), torch.ones((), device=device)
+    # It writes, so that none may be spread over its memory, and knows no complex ones.
+    plain = [t.contiguous() if 0 in t.stride() else t for t in tensors]
+    real = [torch.view_as_real(t.resolve_conj()) if t.dtype.is_complex else t for t in plain]
+    torch._amp_foreach_non_finite_check_and_unscale_(real, not_finite, one)
+    return not_finite == 0

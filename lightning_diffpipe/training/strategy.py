@@ -507,7 +507,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         pipeline, trainer = self._running, self._trainer
         pipeline.refuse_unfrozen()
         number = trainer.fit_loop.epoch_loop.total_batch_idx
-        if pipeline.stop_ahead_if_changed() and pipeline.fills:
+        _ = pipeline.read_ahead  # as it is before the first step; offloading compares with that
+        if pipeline.fills and pipeline.stop_ahead_if_changed():
             self.upcoming = []
             self._refuse_change_alone(number)
             rank_zero_warn(
@@ -536,8 +537,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         )
         ends_window = self.max_diverged_steps is not None and not self._accumulating
         self._look_at(result, number, ends_window)
-        # What layers wrote themselves does not count.
-        pipeline.read_ahead.note(before_update=not self._accumulating)
+        if pipeline.fills:  # what layers wrote themselves does not count
+            pipeline.read_ahead.note(before_update=not self._accumulating)
         self._take_gradients()
         return result.loss.to(pipeline.loss_dtype).requires_grad_()
 

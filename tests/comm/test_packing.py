@@ -1,9 +1,10 @@
 """Messages: many tensors of any type in one buffer, exactly as they were."""
 
-from collections import namedtuple
+from collections import Counter, namedtuple
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.comm.packing import MessageLayout, flat_bytes, pickled_value
@@ -29,6 +30,22 @@ def test_dtypes_mix_in_one_message():
     assert all(
         torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, received, strict=True)
     )
+
+
+def test_a_message_is_packed_by_one_operator_besides_a_view_of_each_tensor():
+    """History: five operators for each tensor, and four to take it apart: a boundary of a U-Net has nine."""
+    tensors = [torch.randn(2, size) for size in range(1, 10)]
+    layout = MessageLayout.of(specs(*tensors))
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        buffer = layout.pack(tensors, CPU)
+    packing = Counter({event.key: event.count for event in seen.key_averages()})
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        layout.unpack(buffer)
+    unpacking = Counter({event.key: event.count for event in seen.key_averages()})
+    assert packing["aten::as_strided"] == unpacking["aten::as_strided"] == 9
+    assert packing["aten::_foreach_copy_"] == 1
+    assert max(packing["aten::view"], unpacking["aten::view"]) <= 1
+    assert not packing["aten::slice"] + packing["aten::detach"] + unpacking["aten::slice"]
 
 
 @pytest.mark.parametrize("num_tensors", [1, 2])

@@ -224,6 +224,14 @@ def test_a_term_that_is_left_out_unforeseen_ends_the_run():
     assert any("Multiply by 0" in each for each in outcomes), outcomes
 
 
+@pytest.mark.parametrize("what", ["frozen", "trained"])
+@pytest.mark.parametrize("how", ["left out", "repeated"])
+def test_one_rank_runs_what_no_trial_has_called(what, how):
+    """It has all layers, so that it looks for call sequences only after one that was not probed."""
+    settings = replace(settings_of(what, how, "hook", 2, {"num_stages": 1}), module_class=Flagged)
+    assert_equal_runs([fit(0, settings, 1)], reference(settings, 2), 1e-9)
+
+
 class Clips(Varying):
     """Its frozen encoder, which is one layer for short clips, hands a cache from call to call for longer ones."""
 
