@@ -31,7 +31,13 @@ from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.calltree import tensors_in
 from lightning_diffpipe.graph.cut import tail
 from lightning_diffpipe.graph.interception import Interception, Site
-from lightning_diffpipe.graph.layer import Attribute, Layer, LayerGraph, storage_key
+from lightning_diffpipe.graph.layer import (
+    CONSTANT_TYPES,
+    Attribute,
+    Layer,
+    LayerGraph,
+    storage_key,
+)
 from lightning_diffpipe.graph.placement import has_own_tensors
 from lightning_diffpipe.graph.side_effects import (
     Attributes,
@@ -41,7 +47,7 @@ from lightning_diffpipe.graph.side_effects import (
 )
 from lightning_diffpipe.graph.step import StepCall
 from lightning_diffpipe.graph.trial import untouched
-from lightning_diffpipe.graph.view import DummyMemory, Stop, StubbedRun, View, not_probed
+from lightning_diffpipe.graph.view import DummyMemory, Stop, StubbedRun, View, is_equal, not_probed
 
 _Read = tuple[int, Any]
 
@@ -126,7 +132,7 @@ class FormView(View):
 
     Attributes:
         counted: Counters of the step (`LayerGraph.counters`) after the latest batch.
-        frozen_inputs: Tensors that the latest run gave to frozen layers.
+        frozen_inputs: Tensors, numbers and strings that the latest run gave to frozen layers.
     """
 
     def __init__(
@@ -148,7 +154,7 @@ class FormView(View):
         self.labels = {id(parameter): name for name, parameter in parameters}
         self._counters = Attributes(root, graph.counters)
         self.counted: list[Any] = []
-        self.frozen_inputs: list[torch.Tensor] = []
+        self.frozen_inputs: list[Any] = []
         owners = {name.rpartition(".")[0] for name in graph.glue_writes}
         metrics = {name for name, module in root.named_modules() if has_own_tensors(module)}
         self._owners = [root.get_submodule(name) for name in sorted(owners | metrics)]
@@ -206,7 +212,7 @@ class FormView(View):
         if not self.graph.frozen:
             return False
         self.exemplar(call, seed)
-        first, later = self.frozen_inputs, list[list[torch.Tensor]]()
+        first, later = self.frozen_inputs, list[list[Any]]()
         with self._counters.preserved():
             self.count()
             for moment in (contextlib.nullcontext, *moments[:1], *moments[-1:]):
@@ -430,7 +436,7 @@ class _FormRun(StubbedRun):
         for layer in view.graph.layers:
             self._layers[layer.name].append(layer)
         self._counts: dict[str, int] = defaultdict(int)
-        self.frozen_inputs: list[torch.Tensor] = []
+        self.frozen_inputs: list[Any] = []
 
     @property
     def num_calls(self) -> int:
@@ -499,6 +505,8 @@ class _FormRun(StubbedRun):
         layer = self._layers[name][min(count, len(self._layers[name]) - 1)]
         if self._lenient and layer.frozen:
             self.frozen_inputs += (tensor.clone() for tensor in tensors_in((args, kwargs)))
+            leaves = pytree.tree_leaves((args, kwargs))
+            self.frozen_inputs += (leaf for leaf in leaves if isinstance(leaf, CONSTANT_TYPES))
         for _ in range(
             layer.num_seeds
         ):  # as its real call would, so that later numbers are the same
@@ -514,10 +522,13 @@ class _FormRun(StubbedRun):
         return self._stub(layer)
 
 
-def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    pairs = zip(some, others, strict=False)  # other calls are seen as such
-    same = (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
-    return all(same)
+def _are_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    def equal(a: Any, b: Any) -> bool:
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+            return is_equal(a, b)
+        return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+    return all(map(equal, some, others))  # up to the shorter: other calls are seen as such
 
 
 _SAMPLED, _LAYER = 1, 2  # what a value is made of: the larger one counts

@@ -373,7 +373,7 @@ class StubbedRun(Run):
                 if leaf in sent:
                     flat[leaf] = self._keep(layer, leaf, value, expected)
                     changed = changed or flat[leaf] is not value
-            elif not isinstance(expected, SameAs | Opaque) and not _equal(value, expected):
+            elif not isinstance(expected, SameAs | Opaque) and not is_equal(value, expected):
                 raise _wrong_output(layer, leaf, value, expected)
         if not changed:
             return out
@@ -425,7 +425,8 @@ def with_layout(value: Tensor, spec: TensorSpec) -> Tensor:
     return empty.copy_(value)
 
 
-def _equal(value: Any, expected: Any) -> bool:
+def is_equal(value: Any, expected: Any) -> bool:
+    """Returns whether two constants are of one type and equal; NaN equals NaN."""
     return type(value) is type(expected) and (value == expected or value != value)
 
 

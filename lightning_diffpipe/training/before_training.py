@@ -103,7 +103,8 @@ def later_moments(trainer: Any) -> list[Moment]:
     max_epochs = _FAR if loop.max_epochs in (None, -1) else loop.max_epochs
     max_steps = _FAR if trainer.max_steps == -1 else trainer.max_steps
     num_steps = int(min(max_steps, max_epochs * steps_per_epoch))
-    num_epochs = int(min(max_epochs, math.ceil(num_steps / min(steps_per_epoch, num_steps))))
+    # Where loaders do not tell when an epoch ends, any of them may be reached.
+    num_epochs = int(min(max_epochs, math.ceil(num_steps / steps_per_epoch) or max_epochs))
     num_batches = int(min(trainer.num_training_batches, _FAR))
     steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
 

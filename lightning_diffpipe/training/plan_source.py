@@ -31,6 +31,7 @@ from lightning_diffpipe.errors import (
     PlanError,
     raised_by_all,
 )
+from lightning_diffpipe.graph.placement import held_bytes
 from lightning_diffpipe.graph.probed_step import ProbedStep
 from lightning_diffpipe.host_memory import available_bytes
 from lightning_diffpipe.planning.cluster import Cluster
@@ -371,14 +372,15 @@ def _profile(
 
 
 def _switches(module: nn.Module) -> int:
-    """Returns a number for what modules are told that graphs do not show, such as to checkpoint."""
+    """Returns a number for what no graph shows: what modules are told, as to checkpoint, and sizes of weights."""
+    sizes = ((name, held_bytes(parameter)) for name, parameter in module.named_parameters())
     switches = {
         (name, attribute, value)
         for name, part in module.named_modules()
         for attribute, value in vars(part).items()
         if isinstance(value, bool | str) and not attribute.startswith("_")
     }
-    return hash(frozenset(switches))
+    return hash((frozenset(switches), *sizes))
 
 
 def _given_profile(source: Any) -> ModelProfile | None:

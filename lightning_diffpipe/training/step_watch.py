@@ -224,8 +224,11 @@ def _are_finite(tensors: list[Tensor]) -> Tensor:
     """
     device = tensors[0].device
     not_finite, one = torch.zeros((), device=device), torch.ones((), device=device)
-    # It writes, so that none may be spread over its memory, and knows no complex ones.
+    # It writes, so that none may be spread over its memory, and knows no complex or negated ones.
     plain = [t.contiguous() if 0 in t.stride() else t for t in tensors]
-    real = [torch.view_as_real(t.resolve_conj()) if t.dtype.is_complex else t for t in plain]
+    real = [
+        torch.view_as_real(t.resolve_conj()) if t.dtype.is_complex else t.resolve_neg()
+        for t in plain
+    ]
     torch._amp_foreach_non_finite_check_and_unscale_(real, not_finite, one)
     return not_finite == 0

@@ -448,7 +448,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Runs the user's step as a function of module and batch; also on a copy when it is probed."""
         nothing = contextlib.nullcontext()
         quiet = without_loggers(self._trainer) if in_trial.get() else nothing
-        is_on_host = next(module.parameters()).device != self.root_device
+        # Once it is placed, what is streamed from the host is on the device when it runs.
+        is_on_host = self.pipeline is None and next(module.parameters()).device != self.root_device
         types = autocast_on_host() if is_on_host else nothing
         plugin = self.precision_plugin
         with quiet, self._metric_sync.inside_step(), types, plugin.train_step_context():

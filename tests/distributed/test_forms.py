@@ -22,6 +22,7 @@ from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.forms import survey
 from lightning_diffpipe.graph.probe import probe
 from tests.distributed.scenarios import Settings, assert_equal_runs, check_parity, fit, reference
+from tests.distributed.tiny import Stream
 from tests.nccl_like import pretend_nccl
 from tests.ranks import run_ranks
 from tests.rows import row
@@ -41,7 +42,7 @@ class Varying(L.LightningModule):
     Args:
         what: What that is: a call of the only `frozen` layer, or of a `trained` one, a `parameter` that is read
             between layers, a `term` of the loss on a layer that nothing else reads, or a parameter in place of the
-            frozen layer (`replaced`); or frozen layers get another `input`.
+            frozen layer (`replaced`); or frozen layers get another `input`, or another plain `number`.
         how: Where the coin falls so that it is `left out`, `added` or `repeated`.
         by: What the coin is.
     """
@@ -50,7 +51,7 @@ class Varying(L.LightningModule):
         super().__init__()
         self.what, self.how, self.by = what, how, by
         block = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.text = block().requires_grad_(False).eval()
+        self.text = (Scaled() if what == "number" else block()).requires_grad_(False).eval()
         self.blocks = nn.ModuleList(block() for _ in range(6))
         self.aux, self.null = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
 
@@ -77,7 +78,7 @@ class Varying(L.LightningModule):
             s = self.null.expand_as(c) * times if times else self.text(c)
         else:
             for _ in uses("frozen"):
-                s = self.text(s)
+                s = self.text(s, 1 + times) if self.what == "number" else self.text(s)
             for _ in uses("parameter"):
                 s = s + self.null
         for index, block in enumerate(self.blocks):
@@ -91,6 +92,16 @@ class Varying(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+class Scaled(nn.Linear):
+    """A frozen layer that takes a number of Python's."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x, scale):
+        return super().forward(x) * scale
 
 
 class Batches(L.LightningDataModule):
@@ -193,14 +204,14 @@ def late_rows(turn):
     ("num_ranks", "rows"),
     [
         (2, [("trained", "added", "step", 2, True), ("term", "left out", "last", 2, False),
-             ("input", "added", "step", 1, True)]),
+             ("input", "added", "step", 1, True), ("number", "added", "step", 1, True)]),
         *(row(num_ranks, late_rows(turn)) for num_ranks in (1, 2, 3) for turn in range(3)),
     ],
 )  # fmt: skip
 def test_what_begins_or_ends_late_trains_like_one_process(num_ranks, rows):
     """History: such layers ended the run when they came; a term that ended left zeros where no gradient was.
 
-    Frozen layers ran ahead in bubbles with the input of the step before.
+    Frozen layers ran ahead in bubbles with the input of the step before, a number of Python's for longer.
     """
     train_like_one_process(rows, num_ranks)
 
@@ -229,6 +240,20 @@ def test_a_term_that_is_left_out_unforeseen_ends_the_run():
 def test_one_rank_runs_what_no_trial_has_called(what, how):
     """It has all layers, so that it looks for call sequences only after one that was not probed."""
     settings = replace(settings_of(what, how, "hook", 2, {"num_stages": 1}), module_class=Flagged)
+    assert_equal_runs([fit(0, settings, 1)], reference(settings, 2), 1e-9)
+
+
+class Unsized(Batches):
+    """The same batches, from a loader that does not know how many there are."""
+
+    def train_dataloader(self):
+        return DataLoader(Stream(self.batches), batch_size=None)
+
+
+def test_a_layer_of_a_later_epoch_is_foreseen_though_no_loader_knows_its_length():
+    """History: moments were those of the first epoch, and the run ended in the second."""
+    settings = settings_of("trained", "added", "epoch", 2, {"num_stages": 1})
+    settings = replace(settings, data_class=Unsized)
     assert_equal_runs([fit(0, settings, 1)], reference(settings, 2), 1e-9)
 
 

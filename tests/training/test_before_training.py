@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.profiling.measure import measure_profile
@@ -49,19 +50,29 @@ def test_autocast_of_gpus_holds_on_the_host_while_a_step_for_one_is_probed_there
         assert layer(x).dtype == torch.float32
 
 
+class Table(nn.Embedding):
+    """A frozen layer whose results have one type, whatever that of its weights is."""
+
+    def forward(self, indices):
+        return super().forward(indices).double()
+
+
 @pytest.mark.slow
 def test_a_second_fit_takes_the_times_of_the_first_and_says_what_took_how_long(caplog, monkeypatch):
     caplog.set_level(logging.INFO, "lightning_diffpipe")
     monkeypatch.setattr(preparation, "_TOLD_S", 0.0)
     module, counts = TinyDiffusion().double(), []
+    module.text = Table.from_pretrained(module.text.weight)
     timed = mock.Mock(side_effect=measure_profile)
     with mock.patch("lightning_diffpipe.training.plan_source.measure_profile", timed):
         for batch_size in (4, 4, 8):
             fit_module(module, 1, Data(batch_size=batch_size), {"profile": "measure"}, max_steps=1)
             counts.append(timed.call_count)
-    assert counts == [1, 1, 2]
+        module.text.float()  # which no graph shows
+        fit_module(module, 1, Data(batch_size=8), {"profile": "measure"}, max_steps=1)
+    assert [*counts, timed.call_count] == [1, 1, 2, 3]
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ready in")]
-    assert len(lines) == 3
+    assert len(lines) == 4
     whole, *parts = map(float, re.findall(r"([0-9.]+) s", lines[0]))
     assert all(part in lines[0] for part in ("probing the step", "profiling layers"))
     assert whole == pytest.approx(sum(parts), abs=0.5)

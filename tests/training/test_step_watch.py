@@ -113,6 +113,20 @@ def test_a_gradient_that_is_not_finite_diverges_and_a_large_one_does_not(value):
     assert watch.num_diverged == (value != 1e30)
 
 
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_gradients_of_complex_views_are_looked_at(value):
+    """History: that of a scalar can be a view that torch negates lazily, of which the operator knew nothing."""
+    _, watch = last_rank()
+    watch.trained, watch.idle = {"scale": nn.Parameter(torch.tensor(value))}, {}
+    (scale,) = watch.trained.values()
+    number = torch.complex(torch.zeros_like(scale), scale).conj().resolve_conj()
+    torch.view_as_real(number).square().sum().backward()
+    assert scale.grad.is_neg()
+    watch.after_step(torch.tensor(1.0), 7)
+    assert watch.num_diverged == (value != value)
+    assert scale.grad.isnan() == (value != value)
+
+
 @pytest.fixture
 def late(monkeypatch):
     """A device whose values nobody waits for."""
