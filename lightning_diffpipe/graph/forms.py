@@ -132,7 +132,9 @@ class FormView(View):
 
     Attributes:
         counted: Counters of the step (`LayerGraph.counters`) after the latest batch.
-        frozen_inputs: Tensors, numbers and strings that the latest run gave to frozen layers.
+        looks_at_frozen: Runs note what frozen layers are given, with numbers for their results in place of NaN.
+        frozen_values: Tensors, numbers and strings that the latest such run gave to frozen layers, and that
+            containers of nothing else returned.
     """
 
     def __init__(
@@ -154,7 +156,9 @@ class FormView(View):
         self.labels = {id(parameter): name for name, parameter in parameters}
         self._counters = Attributes(root, graph.counters)
         self.counted: list[Any] = []
-        self.frozen_inputs: list[Any] = []
+        self.looks_at_frozen, self.frozen_values = False, list[Any]()
+        inside = ((call.name, graph.layers[call.first : call.stop]) for call in graph.calls)
+        self.frozen = {n for n, layers in inside if layers and all(x.frozen for x in layers)}
         owners = {name.rpartition(".")[0] for name in graph.glue_writes}
         metrics = {name for name, module in root.named_modules() if has_own_tensors(module)}
         self._owners = [root.get_submodule(name) for name in sorted(owners | metrics)]
@@ -211,15 +215,16 @@ class FormView(View):
         """Returns whether frozen layers get other values at later moments, or when the step has counted on."""
         if not self.graph.frozen:
             return False
-        self.exemplar(call, seed)
-        first, later = self.frozen_inputs, list[list[Any]]()
+        self.interception.watch(self.frozen)
+        self.looks_at_frozen, values, now = True, list[list[Any]](), contextlib.nullcontext
         with self._counters.preserved():
-            self.count()
-            for moment in (contextlib.nullcontext, *moments[:1], *moments[-1:]):
+            for moment in (now, now, *moments[:1], *moments[-1:]):
                 with contextlib.suppress(Exception), moment():  # of any code, as above
                     self.exemplar(call, seed)
-                    later.append(self.frozen_inputs)
-        return not all(map(partial(_are_equal, first), later))
+                    values.append(self.frozen_values)
+                self.count()
+        self.looks_at_frozen = False
+        return not all(map(partial(_are_equal, *values[:1]), values[1:]))
 
     def count(self) -> None:
         """Sets counters of the step to what they are after the latest batch."""
@@ -233,7 +238,7 @@ class FormView(View):
         with self.interception.running(run), _Operators(run) if self.by_reads else _NOTHING:
             rng.seed_all(seed, host=True)
             form = run.form_of(call)
-        self.frozen_inputs = run.frozen_inputs
+        self.frozen_values = run.frozen_values
         later = self.graph.counters.values()
         self.counted = [now + more for now, more in zip(run.counted, later, strict=True)]
         return form
@@ -436,7 +441,7 @@ class _FormRun(StubbedRun):
         for layer in view.graph.layers:
             self._layers[layer.name].append(layer)
         self._counts: dict[str, int] = defaultdict(int)
-        self.frozen_inputs: list[Any] = []
+        self.frozen_values: list[Any] = []
 
     @property
     def num_calls(self) -> int:
@@ -465,12 +470,20 @@ class _FormRun(StubbedRun):
 
     def _stub(self, layer: Layer) -> Any:
         out = super()._stub(layer)
+        if self._view.looks_at_frozen and layer.frozen:
+            out = pytree.tree_map_only(torch.Tensor, _numbers_like, out)
         if self._view.by_reads:
             self._alive.append(out)
             leaves = enumerate(pytree.tree_leaves(out))
             self._labels |= {id(tensor): (len(self._calls), leaf) for leaf, tensor in leaves}
             self._origins |= dict.fromkeys(map(storage_key, tensors_in(out)), _LAYER)
         return out
+
+    def _note(self, tree: Any) -> None:
+        if self._view.looks_at_frozen:
+            self.frozen_values += (tensor.clone() for tensor in tensors_in(tree))
+            leaves = pytree.tree_leaves(tree)
+            self.frozen_values += (leaf for leaf in leaves if isinstance(leaf, CONSTANT_TYPES))
 
     def ran(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """Runs an operator, and follows what is made of random numbers alone: coins are taken out of that."""
@@ -488,7 +501,10 @@ class _FormRun(StubbedRun):
         """Records the call of a layer, and returns dummies."""
         name = site.name
         if name not in self._view.sites:
-            return site.diffpipe_original(*args, **kwargs)
+            out = site.diffpipe_original(*args, **kwargs)
+            if name in self._view.frozen:
+                self._note(out)
+            return out
         self.counted = self._counters.capture()
         self.see((args, kwargs))
         if name not in self._layers and self._lenient:
@@ -503,10 +519,8 @@ class _FormRun(StubbedRun):
         count = self._counts[name]
         self._counts[name] = count + 1
         layer = self._layers[name][min(count, len(self._layers[name]) - 1)]
-        if self._lenient and layer.frozen:
-            self.frozen_inputs += (tensor.clone() for tensor in tensors_in((args, kwargs)))
-            leaves = pytree.tree_leaves((args, kwargs))
-            self.frozen_inputs += (leaf for leaf in leaves if isinstance(leaf, CONSTANT_TYPES))
+        if layer.frozen:
+            self._note((args, kwargs))
         for _ in range(
             layer.num_seeds
         ):  # as its real call would, so that later numbers are the same
@@ -520,6 +534,12 @@ class _FormRun(StubbedRun):
         if len(self._possible) == 1 and len(self._possible[0]) == position + 1:
             raise Stop
         return self._stub(layer)
+
+
+def _numbers_like(dummy: torch.Tensor) -> torch.Tensor:
+    if not dummy.is_floating_point():
+        return dummy
+    return torch.linspace(0.5, 1.5, dummy.numel(), device=dummy.device).to(dummy).view(dummy.shape)
 
 
 def _are_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -94,14 +94,15 @@ class Varying(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
 
 
-class Scaled(nn.Linear):
-    """A frozen layer that takes a number of Python's."""
+class Scaled(nn.Module):
+    """A frozen module whose own code uses a number of Python's, after its layer."""
 
     def __init__(self):
-        super().__init__(WIDTH, WIDTH)
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x, scale):
-        return super().forward(x) * scale
+        return self.layer(x) * scale
 
 
 class Batches(L.LightningDataModule):
