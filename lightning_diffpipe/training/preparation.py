@@ -97,8 +97,7 @@ def prepare(
         seconds = watcher.seconds - before
         told = (f"{what} {part_s:.1f} s" for what, part_s in seconds.items() if part_s >= _TOLD_S)
         _log.info("ready in %.1f s: %s", seconds.total(), ", ".join(told))
-    runs_ahead = not (pipeline.fills and probed.forms.moves_frozen)  # as a given plan may want
-    return replace(pipeline, basis=basis, runs_ahead=runs_ahead)
+    return replace(pipeline, basis=basis)
 
 
 @without_garbage_collection()
@@ -135,8 +134,7 @@ def _probed_and_planned(
         _log.info(
             "what frozen layers get depends on the step's number: they run when a batch is due"
         )
-        if options.plan is None:
-            options = replace(options, filling="none")
+        options = replace(options, filling="none")
     warn_of_whole_compiled(module, probed.graph)
     with bar(shows, "timing layers and links, and planning", stays=False) as report:
         basis = basis_of(probed, options, process, world, report)
