@@ -228,8 +228,10 @@ class FormView(View):
             rng.seed_all(seed, host=True)
             form = run.form_of(call)
         self.frozen_inputs = run.frozen_inputs
-        later = self.graph.counters.values()
-        self.counted = [now + more for now, more in zip(run.counted, later, strict=True)]
+        added_after_layers = self.graph.counters.values()
+        self.counted = [
+            value + added for value, added in zip(run.counted, added_after_layers, strict=True)
+        ]
         return form
 
     def exemplar(
@@ -298,7 +300,8 @@ class Forms:
 
 
 _FEW, _MANY = 2, 32  # runs of a step whose calls nothing seems to change, and of others
-_SIDES = ((False,), (True,), (False, True), (True, False))  # so may two coins fall
+_SIDES = ((False,), (True,), (False, True), (True, False))
+"""Ways in which two coins may fall, as `Extremes` takes them: whether each sampled number is large, in turns."""
 MOST_FORMS = 8
 _NOTHING = contextlib.nullcontext()
 
@@ -323,10 +326,19 @@ def survey(
 ) -> tuple[StepForm, Forms]:
     """Finds call sequences of a step by trials, with the seeds of its first batches; returns the longest, and all.
 
-    Runs the step twice, and once at each of some later moments. If it throws coins four times more, with small and
-    with large numbers in place of what it samples; if these decide what it calls, or it counts, or does not do the
-    same each time, 32 times and twice at each moment. Leaves the module, which is on the host, as it is. Of the
-    arguments of the first batch the first is its number.
+    The step is run twice, and once at each of `moments`. If coins were thrown, it is run four times more, with
+    small and with large numbers in place of those sampled. If the runs differ in what they call, or the step has
+    counters or generators of its own, 32 trials follow, of two microbatches of each of 16 batches, and two at each
+    moment. The module is left as it was.
+
+    Args:
+        root: The module, on the host.
+        step: The step.
+        batch: One microbatch, which all trials get.
+        graph: Graph of the step as probed.
+        seed_of: Seed of a microbatch, by the numbers of its batch and of itself.
+        arguments: Further arguments of the step for the first batch; the first of them is the batch's number.
+        moments: Later moments of the training.
 
     Raises:
         GraphError: None of the sequences calls all layers.
@@ -347,7 +359,7 @@ def survey(
                 return [(form, replace(exemplar, moment=moment))]
             return []
 
-        moves = partial(replace, moves_frozen=view.moves_frozen(*trial(0, 0)[:2], moments))
+        moves_frozen = view.moves_frozen(*trial(0, 0)[:2], moments)
         if not (graph.counters or graph.generators):
             trials = [view.exemplar(*trial(number, 0)) for number in range(_FEW)]
             forms: set[StepForm | None] = {form for form, _ in trials}
@@ -355,19 +367,18 @@ def survey(
             for sides in _SIDES if any(exemplar.tossed for _, exemplar in trials) else ():
                 if len(forms) == 1:
                     forms.add(view.extreme_form(*trial(0, 0)[:2], sides))
-            if len(forms) == 1:
-                widest, all_forms = _forms_of_trials(trials)
-                return widest, moves(all_forms)
-            trials.clear()
-        for number, microbatch in itertools.product(range(_MANY // 2), range(2)):
-            trials.append(view.exemplar(*trial(number, microbatch)))
-            if microbatch:
-                view.count()
-        for moment in moments:
-            pair = [*later(moment, 0), *later(moment, 1)]
-            trials += pair if len(pair) == 2 else ()
+            if len(forms) > 1:
+                trials.clear()
+        if not trials:
+            for number, microbatch in itertools.product(range(_MANY // 2), range(2)):
+                trials.append(view.exemplar(*trial(number, microbatch)))
+                if microbatch:  # the last of its batch
+                    view.count()
+            for moment in moments:
+                pair = [*later(moment, 0), *later(moment, 1)]
+                trials += pair if len(pair) == 2 else ()  # `_forms_of_trials` compares pairs
     widest, all_forms = _forms_of_trials(trials)
-    return widest, moves(all_forms)
+    return widest, replace(all_forms, moves_frozen=moves_frozen)
 
 
 def _forms_of_trials(trials: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Forms]:
