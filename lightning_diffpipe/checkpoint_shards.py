@@ -71,10 +71,7 @@ def write_shards(
         CheckpointError: The disk is full, or the folder cannot be written by a rank; on all ranks.
     """
     tensors: dict[str, dict[str, Tensor]] = {_MODEL: {}, _TENSORS: {}}
-    is_first, outline = (
-        mesh.rank == 0,
-        dict[Any, Any](),
-    )  # everything, with names in place of tensors
+    is_first, outline = mesh.rank == 0, dict[Any, Any]()  # names in place of tensors
     divided = {
         _keys(path): _outline(part, _keys(path), tensors)
         for path, part in pytree.tree_flatten_with_path(checkpoint)[0]

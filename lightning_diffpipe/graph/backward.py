@@ -100,27 +100,23 @@ def input_gradients(
     if not graph.towards_inputs:
         joint = [(list(roots), list(flows), graph.weights_below([r.grad_fn for r in roots]))]
         return [None] * len(inputs), WeightGradients([call for call in joint if call[2]])
-    weights_of_node, shared = graph.exits()
+    weights_of, shared = graph.exits()
     # The backwards of these nodes compute all gradients at once, so their weights get theirs in this half.
     norm = "NativeGroupNormBackward0"
-    undivided = [n for n in weights_of_node if isinstance(n, BackwardCFunction) or n.name() == norm]
-    early_weights = [weight for node in undivided for weight in weights_of_node.pop(node)]
+    undivided = [n for n in weights_of if isinstance(n, BackwardCFunction) or n.name() == norm]
+    early_weights = [weight for node in undivided for weight in weights_of.pop(node)]
     recorded: dict[
         Node, tuple[Tensor | None, ...]
     ] = {}  # gradients that flow into each of the other nodes
-    handles = [
-        node.register_prehook(partial(recorded.__setitem__, node)) for node in weights_of_node
-    ]
+    handles = [node.register_prehook(partial(recorded.__setitem__, node)) for node in weights_of]
     edges = [GradientEdge(node, number) for node, number in shared]
     pairs = list(zip(roots, flows, strict=True))
     to_inputs = [(r, f) for r, f in pairs if r.grad_fn in graph.towards_inputs]
     to_weights_only = [(r, f) for r, f in pairs if r.grad_fn not in graph.towards_inputs]
-    starts, start_flows = [r for r, _ in to_inputs], [f for _, f in to_inputs]
+    heads, flows_in = [r for r, _ in to_inputs], [f for _, f in to_inputs]
     targets = [*inputs, *edges, *early_weights]
     try:
-        grads = torch.autograd.grad(
-            starts, targets, start_flows, retain_graph=True, allow_unused=True
-        )
+        grads = torch.autograd.grad(heads, targets, flows_in, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
@@ -131,7 +127,7 @@ def input_gradients(
     if early:  # known already; the second half adds them to `.grad` with all others
         weights = [weight for weight, _ in early]
         second_half.calls.append((weights, [flow for _, flow in early], weights))
-    for node, weights in weights_of_node.items():
+    for node, weights in weights_of.items():
         arrived = [(i, flow) for i, flow in enumerate(recorded.get(node, ())) if flow is not None]
         if arrived:
             outputs = [GradientEdge(node, i) for i, _ in arrived]

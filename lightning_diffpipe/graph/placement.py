@@ -185,9 +185,7 @@ def place_parameters(
                 replacements[parameter] = placed
             continue
         value = parameter.detach()
-        if is_traceable_wrapper_subclass(
-            parameter
-        ):  # whose `.data` cannot be set to a plain tensor
+        if is_traceable_wrapper_subclass(parameter):  # `.data` of these takes no plain tensor
             replacements[parameter] = placeholder_of(parameter, place)
             keep_notes(parameter, replacements[parameter])
             parameter = replacements[parameter]

@@ -312,8 +312,7 @@ class PipelineDiffusion(PartsModule):
         """
         tail = self.tail  # first: finding it also finds out how the pipeline reads images
         step, pixels = self.step, _pixels_of(batch)
-        # Validation has a generator; only in training are conditions dropped.
-        is_training, conditions, keeps_image = generator is None, [], None
+        is_training, conditions, keeps_image = generator is None, [], None  # validation has one
         further = {name: batch[name] for name in step.sizes if name in batch}
         if step.condition is not None:
             key = "caption" if step.condition == "prompt" else step.condition
@@ -408,9 +407,7 @@ class PipelineDiffusion(PartsModule):
         return torch.tensor(references[0], device=self.device).permute(0, 3, 1, 2).float() / 255
 
     def _keeps_image(self, draws: Sequence[float]) -> Tensor:
-        """Returns 1 for samples that keep their image condition, 0 for others, `(B,)`.
-
-        Captions and images are dropped by the same uniform numbers, `draws`, so that a set share loses both.
+        """Returns 1 for samples that keep their image, 0 for others, `(B,)`, by the draws for their captions.
 
         Source:
             InstructPix2Pix, Brooks et al. (2023), section 3.2.1, https://arxiv.org/abs/2211.09800

@@ -54,11 +54,9 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
     """
     refusals, config = [], getattr(parts[step.denoiser], "config", {})
     has_processor = step.image and any(isinstance(part, ProcessorMixin) for part in parts.values())
-    image_uses = (False, True) if has_processor else (False,)
+    ways = (False, True) if has_processor else (False,)
     needs_image = step.needs_image
-    for of_references, one_time, arguments in itertools.product(
-        image_uses, (False, True), step.unguided
-    ):
+    for of_references, one_time, arguments in itertools.product(ways, (False, True), step.unguided):
         step.arguments |= arguments
         step.time, step.places, step.mixes_image = None, (), False
         step.reads_references, step.needs_image = of_references, needs_image or of_references
@@ -415,9 +413,7 @@ class Trial:
         decoded = lambda draw: patched(self._decoded(draw), patch)
         shift = patched(unpatched, patch)
         scale, num_given = decoded(torch.ones) - shift, 0
-        if (
-            self._step.animates
-        ):  # its first frames may be made from the image, whatever the latents are
+        if self._step.animates:  # first frames of its latents may be given by the image
             all_frames = decoded
             is_given = [not frame.any() for frame in scale.unbind(2)]
             num_given = next((n for n, each in enumerate(is_given) if not each), 0)
@@ -441,9 +437,7 @@ class Trial:
         inserted = [length for length, axis in zip(shift.shape, axes, strict=True) if axis is None]
         if any(n > 1 for n in inserted) or not (_is_per_channel(scale) and _is_per_channel(shift)):
             if self._step.animates and not torch.allclose(self._of_darker_image(num_given), shift):
-                if (
-                    not self._step.mixes_image
-                ):  # try again with noise that the image is not mixed into
+                if not self._step.mixes_image:  # once more, and the image is kept out of the noise
                     self._step.mixes_image = True
                     return self.tail()
                 raise ConfigurationError(
