@@ -228,10 +228,8 @@ class FormView(View):
             rng.seed_all(seed, host=True)
             form = run.form_of(call)
         self.frozen_inputs = run.frozen_inputs
-        added_after_layers = self.graph.counters.values()
-        self.counted = [
-            value + added for value, added in zip(run.counted, added_after_layers, strict=True)
-        ]
+        after_layers = self.graph.counters.values()  # what is added there
+        self.counted = [n + added for n, added in zip(run.counted, after_layers, strict=True)]
         return form
 
     def exemplar(
@@ -240,7 +238,7 @@ class FormView(View):
         """Returns the call sequence of one microbatch, and its exemplar; arguments as for `form_of`."""
         run, counted = self._run(None), self._counters.capture()
         with rng.isolated_random_numbers(seed), self.restored.preserved():
-            before = rng.host_state()
+            host_state = rng.host_state()
             reads: list[tuple[int, bool, _Number]] = []
 
             def note(take: Callable[[], Any]) -> Any:
@@ -251,11 +249,11 @@ class FormView(View):
             with _Operators(None, note):
                 form = self._walked(run, call, seed)
             assert form is not None
-            host = rng.host_state() != before
-            # Not of an exemplar's step, which puts its counters back.
+            samples_on_host = rng.host_state() != host_state
+            # Views that are not lenient run steps of exemplars, which put their counters back.
             if self._lenient:
-                shown = self._counters.capture(), self.counted
-                for (owner, name), value, expected in zip(self.graph.counters, *shown, strict=True):
+                pair = self._counters.capture(), self.counted
+                for (owner, name), value, expected in zip(self.graph.counters, *pair, strict=True):
                     if value != expected:
                         raise GraphError(
                             f"the step sets {owner + '.' if owner else ''}{name} to {value} after its last layer, "
@@ -263,11 +261,11 @@ class FormView(View):
                             "number as when it was probed. Set it before the first layer, or in "
                             "on_train_batch_end, on all ranks"
                         )
-        coins = any(is_coin for _, is_coin, _ in reads)
-        # Of the loss there are coins, too; what else is read after the last layer is made of dummies.
+        throws_coins = samples_on_host or any(is_coin for _, is_coin, _ in reads)
+        # After the last layer only coins are known: what else is read there is made of dummies.
         known_reads = tuple(n for at, is_coin, n in reads if is_coin or at < len(form.calls))
         counters = tuple(zip(self.graph.counters, counted, strict=True))
-        return form, Exemplar(seed, arguments, known_reads, host, counters, host or coins)
+        return form, Exemplar(seed, arguments, known_reads, samples_on_host, counters, throws_coins)
 
 
 @dataclass(frozen=True)
@@ -300,8 +298,7 @@ class Forms:
 
 
 _FEW, _MANY = 2, 32  # runs of a step whose calls nothing seems to change, and of others
-_SIDES = ((False,), (True,), (False, True), (True, False))
-"""Ways in which two coins may fall, as `Extremes` takes them: whether each sampled number is large, in turns."""
+_SIDES = ((False,), (True,), (False, True), (True, False))  # ways in which two coins may fall
 MOST_FORMS = 8
 _NOTHING = contextlib.nullcontext()
 

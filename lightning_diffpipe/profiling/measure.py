@@ -186,11 +186,7 @@ class LayerTimer:
         return rounds, kept_bytes(saved)
 
     def _rounds(self) -> tuple[Rounds, list[KeptBytes], Splits]:
-        """Times the step in rounds, each of one run at every sample count, until enough of them agree.
-
-        Returns:
-            Times of the layers, the bytes they save for the backward, and seconds of split backwards; all by count.
-        """
+        """Times every sample count once in each round, until rounds agree; returns times, saved bytes, splits."""
         repeats, saved = self.repeats, dict[int, list[int]]()
         tensors = [*self.module.parameters(), *self.module.buffers()]
         scratch = scratch_gradients(self.module, self.graph.trained)

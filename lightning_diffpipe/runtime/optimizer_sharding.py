@@ -295,11 +295,9 @@ def _stepped(
     for each in optimizers:
         states_and_settings += [each.state.get(parameter) for parameter in observed]
         states_and_settings += [{**group, "params": None} for group in each.param_groups]
-        states_and_settings += [
-            value
-            for name, value in vars(each).items()
-            if name not in ("state", "param_groups") and not _holds(value)
-        ]
+        entries = vars(each).items()
+        others_of = [v for n, v in entries if n not in ("state", "param_groups") and not _holds(v)]
+        states_and_settings += others_of
     return [parameter.detach() for parameter in observed] + pytree.tree_leaves(states_and_settings)
 
 

@@ -663,11 +663,12 @@ class PipelineLoop(Loop):
         return Prediction((self._complete(self._asked.index(event), out[0]),))
 
     def _refuse_other_calls(self, at_end: bool = False) -> None:
-        """Raises ConfigurationError if the calls of a step so far are not those that the first run has shown."""
-        shown = shapes_given(self.call.steps[0])
+        """Raises ConfigurationError if calls of a step, so far or `at_end`, are not as in the first run."""
+        recorded = shapes_given(self.call.steps[0])
         shapes = shapes_given(event.arguments for event in self._asked)
-        if shapes != (shown if at_end else shown[: len(shapes)]):
-            other = [x for x in shapes if x not in shown] or [f"{len(self._asked)} calls in a step"]
+        if shapes != (recorded if at_end else recorded[: len(shapes)]):
+            num_calls = f"{len(self._asked)} calls in a step"
+            other = [shape for shape in shapes if shape not in recorded] or [num_calls]
             raise ConfigurationError(
                 f"{self._pipeline.name} gives its {self.call.denoiser} {', '.join(other)}, unlike in its first "
                 "run, which has no callbacks: one has ended guidance, perhaps. Ranks and patches rely on what that "

@@ -116,39 +116,32 @@ def assemble(
             with placed(module, mesh.device):
                 one_process = run_whole(probed, interception, batch, count, seed, mesh.pipeline)
         homes = whereabouts(pieces, placement)  # for error messages
-        encodes_first = plan.options.encode_first and not (plan.runs_free or options.verify)
-        after_encoding = (
-            kept_for_later(module, graph) & resident if encodes_first else frozenset[str]()
-        )
-        streamed_layers, weights = _streamed(module, unfolded, plan, mesh.local_rank)
+        by_stage, weights = _streamed(module, unfolded, plan, mesh.local_rank)
         streamed_names = frozenset(name for of_layer in weights.values() for name in of_layer)
-        after_encoding -= streamed_names
-        place_parameters(module, resident, process.device, homes, after_encoding | streamed_names)
+        later = frozenset[str]()  # parameters that stay on the host until all samples are encoded
+        if plan.options.encode_first and not (plan.runs_free or options.verify):
+            later = (kept_for_later(module, graph) & resident) - streamed_names
+        place_parameters(module, resident, process.device, homes, later | streamed_names)
         parameters = dict(module.named_parameters())
         streamed = {name: p for name, p in parameters.items() if name in streamed_names}
         # Placing may have put other objects in place of the parameters that `_streamed` returned.
         weights = {layer: {n: streamed[n] for n in of_layer} for layer, of_layer in weights.items()}
-        stream = None
-        if weights:
-            stream = WeightStream(module, weights, streamed_layers, process.device)
+        stream = WeightStream(module, weights, by_stage, process.device) if weights else None
         interception.refuse(homes)
         steps = PartitionedStepCache(
             module, probed.step, graph, positions, placement, mesh.local_rank, interception,
             process.device, graphs, probed.forms, step_forms, recomputed, stream,
         )  # fmt: skip
         trained = {n: p for n, p in parameters.items() if n in resident and n in graph.trained}
-        group_size = plan.options.frozen_group_size
-        frozen_group_size = None if group_size == "auto" else group_size
-        layout = BatchLayout(
-            module, probed.step, schedule, steps, mesh, seed, frozen_group_size, num_encoding
-        )
+        size = None if plan.options.frozen_group_size == "auto" else plan.options.frozen_group_size
+        layout = BatchLayout(module, probed.step, schedule, steps, mesh, seed, size, num_encoding)
         reducer = GradientReducer(mesh, trained, holders)
         engine = _engine(layout, reducer, options.check_finite, plan, list(trained.values()))
         if one_process is not None:
             compare(module, engine, tree_to(probed.batch, process.device), trained, one_process)
         untrained = {name: p for name, p in parameters.items() if not p.requires_grad}
-        reached_by_no_loss = resident - graph.trained
-        idle = {n: p for n, p in parameters.items() if n in reached_by_no_loss and p.requires_grad}
+        not_trained = resident - graph.trained
+        idle = {n: p for n, p in parameters.items() if n in not_trained and p.requires_grad}
         for parameter in idle.values():
             parameter.grad = None  # left by code that ran before training
         watch = StepWatch(module, layout, idle, trained)
@@ -157,7 +150,7 @@ def assemble(
             interception, RelayView(module, interception, owners, RelayChannel(mesh)),
             _sharding(plan, mesh, parameters, trained, holders),
             OptimizerOffload(mesh.device) if plan.options.optimizer_offload == "all" else None,
-            offloaded=streamed, later={name: parameters[name] for name in after_encoding},
+            offloaded=streamed, later={name: parameters[name] for name in later},
         )  # fmt: skip
 
 
