@@ -141,7 +141,7 @@ def assemble(
         idle = {n: p for n, p in named.items() if n in resident - graph.trained and p.requires_grad}
         for parameter in idle.values():
             parameter.grad = None  # of before training
-        watch = StepWatch(module, layout, idle, trained)
+        watch = StepWatch(module, layout, idle)
         return Pipeline(
             module, plan, graph, mesh, engine, residents, owners, trained, untrained, watch, seed,
             interception, RelayView(module, interception, owners, RelayChannel(mesh)),
