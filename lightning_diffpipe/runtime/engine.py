@@ -80,8 +80,6 @@ class Engine:
     ) -> None:
         self.layout = layout
         self.reducer = reducer
-        # Walking through a large module takes milliseconds.
-        self._parameters = tuple(layout.root.parameters())
         self._reduces, self._alarm = True, False
         self._window_is_separate: bool | None = None  # of the accumulation window that has started
         self._image = image
@@ -170,7 +168,7 @@ class Engine:
         weighted = step.works[0].partitioned.graph.weighted
         rank, filler = self.layout.mesh.local_rank, prepared.filler if prepared else None
         image = self._image and partial(self._image, step.schedule, rank=rank)
-        with hooks_off(self._parameters) as hooks:
+        with hooks_off(self.reducer.parameters) as hooks:
             is_separate = self._sums_separately(
                 weighted or bool(hooks), accumulate, reduce_gradients
             )
@@ -207,7 +205,6 @@ class Engine:
     def close(self) -> None:
         """Frees tensors that outlive a step."""
         self.drop_prepared()
-        self._parameters = ()  # of which quantized ones are in no module any more
         if self.layout.steps.stream is not None:
             self.layout.steps.stream.close()
 

@@ -69,7 +69,7 @@ class GradientReducer:
         holders: Mapping[str, tuple[int, ...]],
     ) -> None:
         self._mesh = mesh
-        self._parameters = tuple(parameters.values())
+        self.parameters = tuple(parameters.values())
         self._buckets = [
             (ranks, bucket) for ranks, bucket in buckets_of(parameters, holders) if len(ranks) > 1
         ]
@@ -104,14 +104,14 @@ class GradientReducer:
 
     def take(self) -> tuple[Tensor | None, ...]:
         """Takes away the gradients that are there, without a copy; a step adds to none."""
-        gradients = tuple(map(_GRAD, self._parameters))
-        for parameter in self._parameters:
+        gradients = tuple(map(_GRAD, self.parameters))
+        for parameter in self.parameters:
             parameter.grad = None
         return gradients
 
     def restore(self, gradients: Sequence[Tensor | None]) -> None:
         """Restores the gradients that `take` removed from the parameters."""
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
 
     def add(
@@ -128,7 +128,7 @@ class GradientReducer:
         total: Tensor | float | None = weight
         if weight is not None and self._mesh.layout.num_pipelines > 1:
             total = self._mesh.summed_over_pipelines(float(weight))
-        for parameter, before in zip(self._parameters, earlier, strict=True):
+        for parameter, before in zip(self.parameters, earlier, strict=True):
             if parameter.grad is None:
                 parameter.grad = before
                 continue

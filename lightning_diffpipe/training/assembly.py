@@ -144,7 +144,7 @@ def assemble(
         idle = {n: p for n, p in parameters.items() if n in not_trained and p.requires_grad}
         for parameter in idle.values():
             parameter.grad = None  # left by code that ran before training
-        watch = StepWatch(module, layout, idle, trained)
+        watch = StepWatch(module, layout, idle)
         return Pipeline(
             module, plan, graph, mesh, engine, residents, owners, trained, untrained, watch, seed,
             interception, RelayView(module, interception, owners, RelayChannel(mesh)),

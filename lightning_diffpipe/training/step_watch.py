@@ -14,7 +14,7 @@ wrong. A loss or gradients that are not finite are allowed for some steps: train
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -58,7 +58,6 @@ class StepWatch:
         module: The module, its training flags as they were probed.
         layout: Lays batches out, and knows the cut steps.
         idle: Parameters of this rank that could be trained, but get no gradient, by name.
-        trained: Parameters that get a gradient.
         num_diverged: Optimizer steps in a row, up to the latest that was looked at, with a gradient of this rank
             that is not finite, or a loss where there is one pipeline: of several each has a loss of its own, and
             gradients are summed over all, so that they agree.
@@ -68,7 +67,6 @@ class StepWatch:
     module: nn.Module
     layout: BatchLayout
     idle: Mapping[str, nn.Parameter]
-    trained: Mapping[str, nn.Parameter]
     num_diverged: int = 0
     last_finite: tuple[int, Tensor] | None = None
 
@@ -118,13 +116,15 @@ class StepWatch:
             f"mode, e.g. {', '.join(changed[:3])}"
         )
 
-    def after_step(self, loss: Tensor, number: int, whole: bool = True) -> None:
+    def after_step(
+        self, loss: Tensor, number: int, gradients: Sequence[Tensor | None] | None = ()
+    ) -> None:
         """Looks at gradients, and at the loss; on a GPU, at those of the step before.
 
         Args:
             loss: Loss of the step.
             number: The batch's, since training began.
-            whole: Gradients are those of all ranks and of a whole accumulation window.
+            gradients: Those of this rank, summed over all ranks and an accumulation window; None before its end.
 
         Raises:
             GraphError: The step has changed since it was probed; says how.
@@ -135,8 +135,7 @@ class StepWatch:
                     f"{name} got a gradient, though the loss did not read it when the step was probed, so "
                     f"that it would never be trained. {_REMEDY}"
                 )
-        reduced = [p.grad for p in self.trained.values() if p.grad is not None] if whole else None
-        values = _values(loss, number, reduced)
+        values = _values(loss, number, gradients)
         before, self._under_way = self._under_way, values
         if values.event is None:
             self.finish()
@@ -207,10 +206,10 @@ class StepWatch:
         return list(map(_TRAINING, self._modules))
 
 
-def _values(loss: Tensor, number: int, gradients: list[Tensor] | None) -> _Finite:
+def _values(loss: Tensor, number: int, gradients: Sequence[Tensor | None] | None) -> _Finite:
     finite = loss.isfinite().reshape(1)
     if gradients is not None:
-        plain = [t._values() if t.is_sparse else t for t in gradients]
+        plain = [gradient for gradient in gradients if gradient is not None]
         all_finite = _are_finite(plain) if plain else torch.ones((), dtype=torch.bool)
         finite = torch.cat([finite, all_finite.to(finite.device).reshape(1)])
     return _Finite(*begin_copy_to_host(finite), loss, number)
@@ -224,11 +223,16 @@ def _are_finite(tensors: list[Tensor]) -> Tensor:
     """
     device = tensors[0].device
     not_finite, one = torch.zeros((), device=device), torch.ones((), device=device)
-    # It writes, so that none may be spread over its memory, and knows no complex or negated ones.
-    plain = [t.contiguous() if 0 in t.stride() else t for t in tensors]
-    real = [
-        torch.view_as_real(t.resolve_conj()) if t.dtype.is_complex else t.resolve_neg()
-        for t in plain
-    ]
-    torch._amp_foreach_non_finite_check_and_unscale_(real, not_finite, one)
+    look = torch._amp_foreach_non_finite_check_and_unscale_
+    try:
+        look(tensors, not_finite, one)
+    except RuntimeError:
+        # It knows no sparse, complex or negated ones, and writes, so that none may be spread over its memory.
+        dense = [t._values() if t.is_sparse else t for t in tensors]
+        plain = [t.contiguous() if 0 in t.stride() else t for t in dense]
+        real = [
+            torch.view_as_real(t.resolve_conj()) if t.is_complex() else t.resolve_neg()
+            for t in plain
+        ]
+        look(real, not_finite, one)
     return not_finite == 0

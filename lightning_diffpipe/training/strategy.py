@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
@@ -541,11 +541,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             upcoming=[(coming, later(n)) for n, coming in upcoming],
             alarm=pipeline.watch.has_diverged(self.max_diverged_steps),
         )
-        ends_window = self.max_diverged_steps is not None and not self._accumulating
-        self._look_at(result, number, ends_window)
+        self._take_gradients()
+        is_looked_at = self.max_diverged_steps is not None and not self._accumulating
+        self._look_at(result, number, self._gradients if is_looked_at else None)
         if pipeline.fills:  # what layers wrote themselves does not count
             pipeline.read_ahead.note(before_update=not self._accumulating)
-        self._take_gradients()
         return result.loss.to(pipeline.loss_dtype).requires_grad_()
 
     def _refuse_change_alone(self, number: int) -> None:
@@ -625,11 +625,13 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             self._finished += engine.drain()
             self._take_gradients()
 
-    def _look_at(self, result: StepResult, number: int, ends_window: bool = True) -> None:
-        """Looks whether training diverges, and logs here what the last stage has logged."""
+    def _look_at(
+        self, result: StepResult, number: int, gradients: Sequence[Tensor | None] | None = ()
+    ) -> None:
+        """Looks whether training diverges (`StepWatch.after_step`), and logs what the last stage has logged."""
         watch, step = self._running.watch, self._trainer.global_step
         watch.refuse_divergence(self.max_diverged_steps, step, result)
-        watch.after_step(result.loss, number, ends_window)
+        watch.after_step(result.loss, number, gradients)
         self.last_step = result
         for logged in result.logged:
             options: dict[str, Any] = {"batch_size": result.num_samples, **logged.options}

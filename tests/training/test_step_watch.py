@@ -63,7 +63,7 @@ def pipeline(epoch=0, module_class=Chain):
     module, step = module_class().eval(), lambda module, batch: module(batch)
     with Loopback(module, step, BATCH, num_stages=2, num_microbatches=2) as ranks:
         last = ranks.ranks[-1]
-        watch = StepWatch(last.module, last.engine.layout, {"shift": last.module.shift}, {})
+        watch = StepWatch(last.module, last.engine.layout, {"shift": last.module.shift})
         for rank in ranks.ranks:
             rank.module.epoch = epoch
         yield ranks, last.module, watch
@@ -104,27 +104,26 @@ def test_a_gradient_that_nobody_puts_aside_is_refused():
 @pytest.mark.parametrize("value", [1e30, float("nan"), float("inf"), float("-inf")])
 def test_a_gradient_that_is_not_finite_diverges_and_a_large_one_does_not(value):
     """The square of a large one is not finite, either."""
-    module, watch = last_rank()
-    watch.trained = {"norm.bias": module.norm.bias, "shift": module.shift}
-    for parameter in watch.trained.values():
-        parameter.grad = torch.ones(4)
-    module.norm.bias.grad[1], watch.idle = value, {}
-    watch.after_step(torch.tensor(1.0), 7)
+    _, watch = last_rank()
+    watch.after_step(torch.tensor(1.0), 7, [torch.ones(4), None, torch.tensor([1, value])])
     assert watch.num_diverged == (value != 1e30)
 
 
 @pytest.mark.parametrize("value", [1.0, float("nan")])
-def test_gradients_of_complex_views_are_looked_at(value):
-    """History: that of a scalar can be a view that torch negates lazily, of which the operator knew nothing."""
-    _, watch = last_rank()
-    watch.trained, watch.idle = {"scale": nn.Parameter(torch.tensor(value))}, {}
-    (scale,) = watch.trained.values()
-    number = torch.complex(torch.zeros_like(scale), scale).conj().resolve_conj()
-    torch.view_as_real(number).square().sum().backward()
-    assert scale.grad.is_neg()
-    watch.after_step(torch.tensor(1.0), 7)
+@pytest.mark.parametrize("kind", ["spread", "complex", "conjugate", "negated", "sparse"])
+def test_gradients_that_the_operator_refuses_are_looked_at_too(kind, value):
+    """Next to one that it takes, which stays as it is."""
+    made = {
+        "spread": lambda: torch.tensor([value]).expand(4),
+        "complex": lambda: torch.tensor([complex(1, value)]),
+        "conjugate": lambda: torch.tensor([complex(1, value)]).conj(),
+        "negated": lambda: torch.tensor([complex(1, value)]).conj().imag,
+        "sparse": lambda: torch.sparse_coo_tensor([[1]], torch.tensor([value]), (4,)),
+    }
+    first, (_, watch) = torch.linspace(-1, 1, 4), last_rank()
+    watch.after_step(torch.tensor(1.0), 7, [first, made[kind]()])
     assert watch.num_diverged == (value != value)
-    assert scale.grad.isnan() == (value != value)
+    assert first.equal(torch.linspace(-1, 1, 4))
 
 
 @pytest.fixture
