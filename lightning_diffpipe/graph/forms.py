@@ -213,7 +213,7 @@ class FormView(View):
                 with contextlib.suppress(Exception), moment():  # of any code, as above
                     self.exemplar(call, seed)
                     later.append(self.frozen_inputs)
-        return not all(map(partial(_are_equal, first), later))
+        return not all(bool(are_equal(first, inputs)) for inputs in later)
 
     def count(self) -> None:
         """Sets counters of the step to what they are after the latest batch."""
@@ -497,7 +497,7 @@ class _FormRun(StubbedRun):
         count = self._counts[name]
         self._counts[name] = count + 1
         layer = self._layers[name][min(count, len(self._layers[name]) - 1)]
-        if self._lenient and layer.frozen:
+        if layer.frozen:
             self.frozen_inputs += (tensor.clone() for tensor in tensors_in((args, kwargs)))
         for _ in range(
             layer.num_seeds
@@ -514,10 +514,17 @@ class _FormRun(StubbedRun):
         return self._stub(layer)
 
 
-def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    pairs = zip(some, others, strict=False)  # other calls are seen as such
-    same = (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
-    return all(same)
+def are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns whether layers got the same, NaN included; waits for no GPU."""
+    equal = torch.ones((), dtype=torch.bool)
+    for a, b in zip(some, others, strict=False):  # other calls are seen as such
+        same = (
+            ((a == b) | ((a != a) & (b != b))).all()
+            if a.shape == b.shape
+            else torch.zeros_like(equal)
+        )
+        equal = equal.to(same.device, non_blocking=True) & same
+    return equal
 
 
 _SAMPLED, _LAYER = 1, 2  # what a value is made of: the larger one counts
