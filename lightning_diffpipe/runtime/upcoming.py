@@ -150,10 +150,10 @@ class PreparedBatches:
             self.drop()
             return None
         prepared = self._prepared.popleft()
-        known, given = prepared.content, _content(batch)
-        same = len(known) == len(given) and all(
+        before, now = prepared.content, _content(batch)
+        same = len(before) == len(now) and all(
             a is b and version == other
-            for (a, version), (b, other) in zip(known, given, strict=True)
+            for (a, version), (b, other) in zip(before, now, strict=True)
         )
         if not same:
             raise ConfigurationError(
@@ -165,25 +165,21 @@ class PreparedBatches:
             if prepared.step.frozen is not None:
                 self.filler.drop_first()
             return None
-        before, now = prepared.step.frozen_inputs, self._layout.steps.frozen_inputs
-        self._answer = (*begin_copy_to_host(are_equal(before, now)), batch_index)
+        equal = are_equal(prepared.step.frozen_inputs, self._layout.steps.frozen_inputs)
+        self._answer = (*begin_copy_to_host(equal), batch_index)
         if self._answer[1] is None:
             self._examine()
         return prepared.step
 
     def _examine(self) -> None:
-        answer, self._answer = self._answer, None
-        if answer is None:
-            return
-        equal, event, number = answer
+        (equal, event, number), self._answer = self._answer or (True, None, 0), None
         if event is not None:
             event.synchronize()
         if not equal:
             raise ConfigurationError(
                 f"what training_step computes for frozen layers of batch {number} was changed after they had run "
-                "in the bubbles of batches before: it depends on what a hook or the optimizer sets. Take "
-                "strategy.filling=none, with which they run when a batch is due, and begin anew, or go on from a "
-                "checkpoint of before"
+                "in bubbles of batches before: it depends on what a hook or the optimizer sets. Begin anew, or go on "
+                "from a checkpoint, with strategy.filling=none, so that they run when a batch is due"
             )
 
     def prepare(self, upcoming: Upcoming, batch_index: int) -> None:

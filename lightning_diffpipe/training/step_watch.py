@@ -189,18 +189,14 @@ class StepWatch:
             self.num_diverged = 0 if healthy else self.num_diverged + 1
         if not loss_is_finite and not self._warned:
             self._warned = True
-            if self._latest and not self.layout.steps.needs_values:
-                try:
+            try:
+                if self._latest and not self.layout.steps.needs_values:
                     self._require_unchanged()
-                except GraphError as error:
-                    problem = (
-                        f"the loss of batch {values.number} is not finite, as {error}. {_REMEDY}"
-                    )
-                    raise GraphError(problem) from error
-                except (
-                    Exception
-                ) as error:  # of any code, which may have failed because of this loss
-                    _log.debug("whether the step has changed cannot be found out: %s", error)
+            except GraphError as error:
+                said = f"the loss of batch {values.number} is not finite, as {error}. {_REMEDY}"
+                raise GraphError(said) from error
+            except Exception as error:  # of any code
+                _log.debug("whether the step has changed cannot be found out: %s", error)
             _log.warning("the loss of batch %d is not finite. %s", values.number, _NOT_FINITE)
 
     @contextlib.contextmanager

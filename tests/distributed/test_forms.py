@@ -226,8 +226,8 @@ class Flagged(Varying):
 @pytest.mark.parametrize(
     ("what", "by", "num_microbatches", "said"),
     [
-        ("input", "hook", 1, "for frozen layers of batch 1 was .* filling=none"),
-        ("input", "rate", 2, "for frozen layers of batch 1 was .* filling=none"),
+        ("input", "hook", 1, "for frozen layers of batch 1 was .*filling=none"),
+        ("input", "rate", 2, "for frozen layers of batch 1 was .*filling=none"),
         (
             "hidden",
             "hook",

@@ -498,12 +498,12 @@ def test_a_gpu_says_in_the_next_batch_that_frozen_layers_would_have_got_somethin
     event = SimpleNamespace(synchronize=lambda: waited.append(1))
     monkeypatch.setattr(upcoming, "begin_copy_to_host", lambda value: (value, event))
     ahead, batch = lookahead_batches(Filling(), "gloo"), {"image": torch.rand(4, 3)}
-    for number, given in enumerate((torch.ones(2), torch.zeros(2), torch.ones(2))):
-        step = SimpleNamespace(frozen_inputs=[given])
+    for number, values in enumerate((torch.ones(2), torch.zeros(2), torch.ones(2))):
+        step = SimpleNamespace(frozen_inputs=[values])
         ahead._prepared.append(_Prepared(number, _content(batch), step))
     ahead.take(batch, 0)
     assert not waited
     ahead.take(batch, 1)
     assert waited == [1]
-    with pytest.raises(ConfigurationError, match=r"layers of batch 1 was changed .* filling=none"):
+    with pytest.raises(ConfigurationError, match=r"layers of batch 1 was changed .*filling=none"):
         ahead.take(batch, 2)
