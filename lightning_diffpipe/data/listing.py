@@ -188,6 +188,9 @@ class Listing:
         paths = sorted(path for path in self.folder.iterdir() if not path.name.startswith("."))
         texts = {_stem(p): p for p in paths if p.suffix.lower() == ".txt" and p.is_file()}
         images = {path: _stem(path) for path in paths if path.suffix.lower() in endings}
+        if self.has_videos:  # folders of frames
+            folders = {path: _nfc(path.name) for path in paths if path.is_dir()}
+            images |= {path: name for path, name in folders.items() if name in texts}
         known = {*endings, ".txt"}
         others = Counter(p.suffix for p in paths if p.suffix.lower() not in known and p.is_file())
         if others:
@@ -262,8 +265,13 @@ class Listing:
 
 
 def _stem(path: Path) -> str:
-    """Returns the name of a file without its ending, with accents as most systems write them, not as macOS does."""
-    return unicodedata.normalize("NFC", path.stem)
+    """Returns the name of a file without its ending."""
+    return _nfc(path.stem)
+
+
+def _nfc(name: str) -> str:
+    """Returns a name with accents as most systems write them, not as macOS does."""
+    return unicodedata.normalize("NFC", name)
 
 
 def _several(value: Any, called: str) -> list[str]:

@@ -626,7 +626,8 @@ class StageRun(StubbedRun):
             if gradients:  # from layers here, and passed through
                 result[key] = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
             else:
-                if leaf is not None and leaf.requires_grad:
+                is_missed = key in self._view.cut.read_here_only
+                if is_missed and leaf is not None and leaf.requires_grad:
                     raise _not_read(self._view.graph.layers[key[0]], key[1])
                 device = leaf.device if leaf is not None else None
                 result[key] = self._view.graph.spec(key).empty(device).zero_()
