@@ -87,12 +87,14 @@ class Varying(L.LightningModule):
             for _ in uses("parameter"):
                 s = s + self.null
         for index, block in enumerate(self.blocks):
+            if index == 1 and self.what == "hidden":
+                inside = block[0](x)
+                x = x + block[2](inside.tanh())
+                loss = loss + 0.3 * inside.square().mean() if times else loss
             for _ in uses("trained") if index == 2 else range(1):
                 x = x + block(x + s)
             if index == 1:
-                early, hidden = self.aux(x), x
-        if self.what == "hidden" and times:
-            loss = loss + 0.3 * hidden.square().mean()
+                early = self.aux(x)
         for _ in uses("term"):
             loss = loss + 0.3 * early.square().mean()
         return loss + F.mse_loss(x, c)
