@@ -178,8 +178,8 @@ class PreparedBatches:
         if not equal:
             raise ConfigurationError(
                 f"what training_step computes for frozen layers of batch {number} was changed after they had run "
-                "in bubbles of batches before: it depends on what a hook or the optimizer sets. Begin anew, or go on "
-                "from a checkpoint, with strategy.filling=none, so that they run when a batch is due"
+                "in bubbles of batches before: it depends on what a hook or the optimizer sets. Begin anew, or go "
+                "on from a checkpoint, with strategy.filling=none, so that they run when a batch is due"
             )
 
     def prepare(self, upcoming: Upcoming, batch_index: int) -> None:
