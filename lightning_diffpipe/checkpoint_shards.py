@@ -65,32 +65,32 @@ def write_shards(
             else may be written until that is done, as the threads of all ranks share one group.
 
     Returns:
-        Is done when the folder is in its place, or has the error why it is not; as on all ranks.
+        A future that is done when the folder is in its place, or holds the error; the same on all ranks.
 
     Raises:
         CheckpointError: The disk is full, or the folder cannot be written by a rank; on all ranks.
     """
     tensors: dict[str, dict[str, Tensor]] = {_MODEL: {}, _TENSORS: {}}
-    is_first, rest = mesh.rank == 0, dict[Any, Any]()
+    is_first, outline = mesh.rank == 0, dict[Any, Any]()  # names in place of tensors
     divided = {
         _keys(path): _outline(part, _keys(path), tensors)
         for path, part in pytree.tree_flatten_with_path(checkpoint)[0]
         if isinstance(part, Divided)
     }
-    everywhere = mesh.on_first(divided, of_world=True)
+    divided_of_ranks = mesh.on_first(divided, of_world=True)
     if is_first:
-        rest = _outline(checkpoint, (), tensors)
-        for part in everywhere[1:]:
-            for where, entries in part.items():
-                into = rest
-                for key in where:
-                    into = into[key]
-                into.update({key: value for key, value in entries.items() if key not in into})
+        outline = _outline(checkpoint, (), tensors)
+        for of_rank in divided_of_ranks[1:]:
+            for keys, entries in of_rank.items():
+                target = outline
+                for key in keys:
+                    target = target[key]
+                target.update({key: value for key, value in entries.items() if key not in target})
     folder, error = unfinished_path(path), ""
-    if is_first:  # now, as whoever it belongs to may change it
+    if is_first:  # before this returns, as the caller may change the values afterwards
         try:
             with replacing(folder / _REST) as file:
-                torch.save(rest, file)
+                torch.save(outline, file)
             if asynchronously and not (path.exists() or path.is_symlink()):
                 path.mkdir()  # callbacks look for a name that is not there yet
         except (OSError, pickle.PicklingError, TypeError, AttributeError) as raised:
@@ -102,8 +102,8 @@ def write_shards(
         done: Future[None] = Future()
         done.set_result(None)
         return done
-    for kind in tensors.values():
-        kind.update({name: tensor.to("cpu", copy=True) for name, tensor in kind.items()})
+    for by_name in tensors.values():
+        by_name.update({name: tensor.to("cpu", copy=True) for name, tensor in by_name.items()})
     mesh.connect_background()
     return in_thread(partial(write, mesh.background), "checkpoint")
 

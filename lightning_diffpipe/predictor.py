@@ -321,6 +321,7 @@ class Predictor:
     # ------------------------------------------------------------------------------ one request
 
     def _lead(self, settle: Callable[[], Settings]) -> list[Any]:
+        """Runs a request on rank 0: sends the others the call, or the error that ends it before there is one."""
         broadcast, has_begun = self._world.links.broadcast_object, False
         self._world.enter("encoding prompts", works=True)
 

@@ -501,7 +501,7 @@ class StageDrawer:
 
     def _positions(self, model: nn.Module, layout: Layout) -> tuple[int, ...]:
         """Returns where the stages of the training cut the blocks."""
-        homes = []  # of each block, the ranks that have most of its weights
+        holders = []  # of each block, the ranks that have most of its weights
         for block in layout.block_names:
             weights = model.get_submodule(block).parameters()
             sizes = {self._names[p]: p.numel() for p in weights}
@@ -509,24 +509,24 @@ class StageDrawer:
                 sum(size for name, size in sizes.items() if name in resident)
                 for resident in self._pipeline.residents
             ]
-            homes.append([rank for rank, size in enumerate(counts) if size == max(counts)])
+            holders.append([rank for rank, size in enumerate(counts) if size == max(counts)])
         # Replicas of a stage have the same blocks, and all ranks frozen ones: of ranges that fit, the most equal
         # ones, by the squares of their sizes.
-        num_ranks, started = self._mesh.layout.ranks_per_pipeline, {0: (0, list[int]())}
+        num_ranks, splits = self._mesh.layout.ranks_per_pipeline, {0: (0, list[int]())}
         for rank in range(num_ranks):
-            ended = dict[int, tuple[int, list[int]]]()  # by the number of blocks given so far
-            for start, (squares, positions) in started.items():
-                for stop in range(start + 1, len(homes) + 1):
-                    if rank not in homes[stop - 1]:
+            longer = dict[int, tuple[int, list[int]]]()  # by the number of blocks given so far
+            for start, (squares, positions) in splits.items():
+                for stop in range(start + 1, len(holders) + 1):
+                    if rank not in holders[stop - 1]:
                         break
                     candidate = squares + (stop - start) ** 2, [*positions, stop]
-                    ended[stop] = min(ended.get(stop, candidate), candidate)
-            started = ended
-        if len(homes) in started:
-            return tuple(started[len(homes)][1][:-1])
+                    longer[stop] = min(longer.get(stop, candidate), candidate)
+            splits = longer
+        if len(holders) in splits:
+            return tuple(splits[len(holders)][1][:-1])
         places = ", ".join(
             f"{len(list(blocks))} on rank {' and '.join(map(str, home))}"
-            for home, blocks in itertools.groupby(homes)
+            for home, blocks in itertools.groupby(holders)
         )
         raise PartitionError(
             f"its blocks lie, in order, {places}; PipeFusion needs a range of them on each of {num_ranks} ranks, "

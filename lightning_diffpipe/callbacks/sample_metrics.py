@@ -141,14 +141,14 @@ class SampleMetric(SamplingCallback):
                 f"{'a pipeline' if most else 'anybody'}; take a larger data.validation_share, or leave it out "
                 f"(callbacks.{self.name}=null)"
             )
-        place, number = pipeline_of(trainer)
-        for draw, start in enumerate(range(0, most, self.batch_size)):
+        pipeline_index, num_pipelines = pipeline_of(trainer)
+        for batch_index, start in enumerate(range(0, most, self.batch_size)):
             rows = slice(start, start + self.batch_size)
             prompts = self._prompts[rows]
             # Where others have more, one is sampled again, with them.
             conditions = (self._conditions[rows] or self._conditions[:1]) or None
             stacked = conditions and self._stacked(conditions, device)
-            seed = self.seed + draw * number + place
+            seed = self.seed + batch_index * num_pipelines + pipeline_index
             images = self.draw_for(trainer, pl_module, prompts or self._prompts[:1], stacked, seed)
             if prompts:
                 with torch.no_grad():

@@ -149,20 +149,20 @@ def print_to_nobody() -> None:
 
 @contextlib.contextmanager
 def _ended_with(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Passes SIGTERM on to child processes, and leaves the block with its exit code."""
+    """Passes a SIGTERM on to child processes, and exits with the code of a process that it ended."""
 
     def end(*_: Any) -> None:
         for child in children:
             child.terminate()
         sys.exit(128 + signal.SIGTERM)
 
-    listens = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, end) if listens else None
+    may_handle_signals = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, end) if may_handle_signals else None
     try:
         yield
     finally:
-        if listens:
-            signal.signal(signal.SIGTERM, before)
+        if may_handle_signals:
+            signal.signal(signal.SIGTERM, previous)
 
 
 def num_ranks_of(values: dict[str, Any]) -> int:

@@ -184,7 +184,7 @@ class Listing:
     def _found(self, on_error: str, errors: list[DataError]) -> list[Callable[[], Entry]]:
         """Finds images by their endings and captions next to them."""
         endings = IMAGES | VIDEOS if self.has_videos else IMAGES
-        what = "image or video" if self.has_videos else "image"
+        kind = "image or video" if self.has_videos else "image"
         paths = sorted(path for path in self.folder.iterdir() if not path.name.startswith("."))
         texts = {_stem(p): p for p in paths if p.suffix.lower() == ".txt" and p.is_file()}
         images = {path: _stem(path) for path in paths if path.suffix.lower() in endings}
@@ -198,17 +198,17 @@ class Listing:
                 f"{count} {suffix or 'without any'}" for suffix, count in others.items()
             )
             _log.warning(
-                "%s: by their endings no %ss, not trained on: %s", self.folder, what, counts
+                "%s: by their endings no %ss, not trained on: %s", self.folder, kind, counts
             )
-        lonely = {
-            f"caption files have no {what} beside them": [
+        names_by_problem = {
+            f"caption files have no {kind} beside them": [
                 text.name for stem, text in texts.items() if stem not in images.values()
             ]
         }
         if self.needs_captions:
-            alone = [path.name for path, stem in images.items() if stem not in texts]
-            lonely[f"{what}s have no caption"] = alone
-        for problem, names in lonely.items():
+            without_caption = [path.name for path, stem in images.items() if stem not in texts]
+            names_by_problem[f"{kind}s have no caption"] = without_caption
+        for problem, names in names_by_problem.items():
             if names and on_error == "raise":
                 more = f", and {len(names) - 3} more" if len(names) > 3 else ""
                 raise DataError(

@@ -100,43 +100,45 @@ def input_gradients(
     if not graph.towards_inputs:
         joint = [(list(roots), list(flows), graph.weights_below([r.grad_fn for r in roots]))]
         return [None] * len(inputs), WeightGradients([call for call in joint if call[2]])
-    separate, shared = graph.exits()
+    weights_of, shared = graph.exits()
     # The backwards of these nodes compute all gradients at once, so their weights get theirs in this half.
     norm = "NativeGroupNormBackward0"
-    whole = [n for n in separate if isinstance(n, BackwardCFunction) or n.name() == norm]
-    early = [weight for node in whole for weight in separate.pop(node)]
-    recorded: dict[Node, tuple[Tensor | None, ...]] = {}
-    handles = [node.register_prehook(partial(recorded.__setitem__, node)) for node in separate]
+    undivided = [n for n in weights_of if isinstance(n, BackwardCFunction) or n.name() == norm]
+    early_weights = [weight for node in undivided for weight in weights_of.pop(node)]
+    recorded: dict[
+        Node, tuple[Tensor | None, ...]
+    ] = {}  # gradients that flow into each of the other nodes
+    handles = [node.register_prehook(partial(recorded.__setitem__, node)) for node in weights_of]
     edges = [GradientEdge(node, number) for node, number in shared]
     pairs = list(zip(roots, flows, strict=True))
-    starts = [(r, f) for r, f in pairs if r.grad_fn in graph.towards_inputs]
-    others = [(r, f) for r, f in pairs if r.grad_fn not in graph.towards_inputs]
-    ends, flows_in = [r for r, _ in starts], [f for _, f in starts]
-    targets = [*inputs, *edges, *early]
+    to_inputs = [(r, f) for r, f in pairs if r.grad_fn in graph.towards_inputs]
+    to_weights_only = [(r, f) for r, f in pairs if r.grad_fn not in graph.towards_inputs]
+    heads, flows_in = [r for r, _ in to_inputs], [f for _, f in to_inputs]
+    targets = [*inputs, *edges, *early_weights]
     try:
-        grads = torch.autograd.grad(ends, targets, flows_in, retain_graph=True, allow_unused=True)
+        grads = torch.autograd.grad(heads, targets, flows_in, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
     rest = iter(grads)  # in the order of `targets`
     of_inputs, of_edges = list(islice(rest, len(inputs))), list(islice(rest, len(edges)))
-    later = WeightGradients()
-    reached = [(weight, flow) for weight, flow in zip(early, rest, strict=True) if flow is not None]
-    if reached:  # to be added where the others are
-        weights = [weight for weight, _ in reached]
-        later.calls.append((weights, [flow for _, flow in reached], weights))
-    for node, weights in separate.items():
+    second_half = WeightGradients()
+    early = [(w, flow) for w, flow in zip(early_weights, rest, strict=True) if flow is not None]
+    if early:  # known already; the second half adds them to `.grad` with all others
+        weights = [weight for weight, _ in early]
+        second_half.calls.append((weights, [flow for _, flow in early], weights))
+    for node, weights in weights_of.items():
         arrived = [(i, flow) for i, flow in enumerate(recorded.get(node, ())) if flow is not None]
         if arrived:
             outputs = [GradientEdge(node, i) for i, _ in arrived]
-            later.calls.append((outputs, [flow for _, flow in arrived], weights))
-    # Weights that several nodes share: from the edges kept for them, and from roots that no input leads to.
-    crossing = list(zip(edges, of_edges, strict=True)) + others
-    crossing = [(edge, flow) for edge, flow in crossing if flow is not None]
-    nodes = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge, _ in crossing]
+            second_half.calls.append((outputs, [flow for _, flow in arrived], weights))
+    # Weights that several nodes share: from the edges kept for them, and from roots that lead to no input.
+    remaining = list(zip(edges, of_edges, strict=True)) + to_weights_only
+    remaining = [(edge, flow) for edge, flow in remaining if flow is not None]
+    nodes = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge, _ in remaining]
     if weights := graph.weights_below(nodes):
-        later.calls.append(([e for e, _ in crossing], [f for _, f in crossing], weights))
-    return of_inputs, later
+        second_half.calls.append(([e for e, _ in remaining], [f for _, f in remaining], weights))
+    return of_inputs, second_half
 
 
 class _Graph:

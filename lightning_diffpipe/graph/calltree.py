@@ -289,37 +289,38 @@ class CallTree(TorchDispatchMode):
         module = self._root.get_submodule(name)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            node, around = CallNode(name, depth=self.functions.depth), self.stack[-1]
-            around.children.append(node)
+            node, caller = CallNode(name, depth=self.functions.depth), self.stack[-1]
+            caller.children.append(node)
             self.names.append(name)
-            around.is_whole |= node.depth > around.depth
+            caller.is_whole |= node.depth > caller.depth
             node.num_transforms = num_transforms_around()
-            if node.num_transforms > around.num_transforms:
-                around.takes = transform_around()
+            if node.num_transforms > caller.num_transforms:
+                caller.takes = transform_around()
             call = None
             if self._sized_by_values:
                 inputs = tensors_in((args, kwargs))
                 if any(storage_key(tensor) in self._sized_by_values for tensor in inputs):
-                    around.keeps_together = "calls layers on as many rows as values say"
+                    caller.keeps_together = "calls layers on as many rows as values say"
             elif self._repeats is not None:
                 call = self._repeats.call(name, args, kwargs, node.depth)
             if call is not None and call.known is not None:
                 return self._repeated(call, node)
             num_names = len(self.names)
-            buffers = dict(module._buffers)
+            buffers_before = dict(module._buffers)
             self.stack.append(node)
             try:
                 out = forward(*args, **kwargs)
                 node.found = self._look and self._look((args, kwargs), out)
                 if call is not None:
                     inside = call.inside(self.names[num_names:])
-                    is_alone = inside is not None and not self._sized_by_values
-                    call.keep(out, (_renamed(node, name, ""), inside) if is_alone else None)
+                    stands_for_equal = inside is not None and not self._sized_by_values
+                    notes = (_renamed(node, name, ""), inside) if stands_for_equal else None
+                    call.keep(out, notes)
                 return out
             finally:
                 self.stack.pop()
                 for buffer, value in module._buffers.items():
-                    if value is not buffers.get(buffer):
+                    if value is not buffers_before.get(buffer):
                         node.keeps_together = f"changes the buffer {buffer!r}"
 
         return recorded
@@ -408,7 +409,7 @@ def choose_layers(
 
 
 def _whole(root: nn.Module, top: CallNode, limit: float, expand: Collection[str]) -> set[str]:
-    """Returns modules that cannot be expanded; warns if some would have been.
+    """Returns modules that cannot be expanded; warns of those that cost more than `limit`, FLOPs.
 
     Those that differentiate what they call may have to be: then the trace says where they do.
     """
@@ -417,11 +418,11 @@ def _whole(root: nn.Module, top: CallNode, limit: float, expand: Collection[str]
         return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
     def is_half(node: CallNode) -> bool:
-        trained = 2 * num_trained(root.get_submodule(node.name)) >= max(num_trained(root), 1)
-        return 2 * node.cost >= top.cost or trained
+        trains_half = 2 * num_trained(root.get_submodule(node.name)) >= max(num_trained(root), 1)
+        return 2 * node.cost >= top.cost or trains_half
 
     whole: set[str] = set()
-    dear: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     stack = [top]
     while stack:
         node = stack.pop()
@@ -438,9 +439,9 @@ def _whole(root: nn.Module, top: CallNode, limit: float, expand: Collection[str]
             continue
         whole.add(node.name)
         if node.name and node.cost > limit:
-            dear[node.name] = reason
-    if dear:
-        _log.warning("%d modules stay whole, e.g.: %s", len(dear), dear[min(dear)])
+            reasons[node.name] = reason
+    if reasons:
+        _log.warning("%d modules stay whole, e.g.: %s", len(reasons), reasons[min(reasons)])
     return whole
 
 

@@ -220,16 +220,16 @@ class StepProbe:
         tracer = Tracer(
             self.module, self.original, layers, containers, known, fake, callables, repeats
         )
-        out, returned, tail = self._followed(tracer)
+        out, output_tags, tail = self._followed(tracer)
         if tree is not None and tree.names != tracer.names:
             raise _OtherCallsError
-        reached = set(nodes_below([loss_of(out).grad_fn]))
-        tail_tags, trained = unfolded(tail), self._trained(reached)
+        loss_nodes = set(nodes_below([loss_of(out).grad_fn]))
+        tail_tags, trained = unfolded(tail), self._trained(loss_nodes)
         seeded = known.seeded if known else {r.name for r in tracer.records if r.drew}
         for record in () if known else tracer.records:
             record.num_seeds = int(record.name in seeded)
         of_more_samples, rows = self._rows(tracer, layers, containers, known)
-        layers_run = _layers(tracer.records, trained, rows, reached)
+        layers_run = _layers(tracer.records, trained, rows, loss_nodes)
         return LayerGraph(
             layers=layers_run,
             tail_reads=_keys(tail_tags),
@@ -245,7 +245,7 @@ class StepProbe:
             mode=self.mode,
             of_more_samples=of_more_samples,
             form=self.form,
-            hooks=_readers_of_hooked(tracer, layers_run, returned),
+            hooks=_readers_of_hooked(tracer, layers_run, output_tags),
             weighted=weight_of(out) is not None,
             # Of the code between layers:
             streams=tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),

@@ -228,8 +228,8 @@ class FormView(View):
             rng.seed_all(seed, host=True)
             form = run.form_of(call)
         self.frozen_inputs = run.frozen_inputs
-        later = self.graph.counters.values()
-        self.counted = [now + more for now, more in zip(run.counted, later, strict=True)]
+        after_layers = self.graph.counters.values()  # what is added there
+        self.counted = [n + added for n, added in zip(run.counted, after_layers, strict=True)]
         return form
 
     def exemplar(
@@ -238,7 +238,7 @@ class FormView(View):
         """Returns the call sequence of one microbatch, and its exemplar; arguments as for `form_of`."""
         run, counted = self._run(None), self._counters.capture()
         with rng.isolated_random_numbers(seed), self.restored.preserved():
-            before = rng.host_state()
+            host_state = rng.host_state()
             reads: list[tuple[int, bool, _Number]] = []
 
             def note(take: Callable[[], Any]) -> Any:
@@ -249,11 +249,11 @@ class FormView(View):
             with _Operators(None, note):
                 form = self._walked(run, call, seed)
             assert form is not None
-            host = rng.host_state() != before
-            # Not of an exemplar's step, which puts its counters back.
+            samples_on_host = rng.host_state() != host_state
+            # Views that are not lenient run steps of exemplars, which put their counters back.
             if self._lenient:
-                shown = self._counters.capture(), self.counted
-                for (owner, name), value, expected in zip(self.graph.counters, *shown, strict=True):
+                pair = self._counters.capture(), self.counted
+                for (owner, name), value, expected in zip(self.graph.counters, *pair, strict=True):
                     if value != expected:
                         raise GraphError(
                             f"the step sets {owner + '.' if owner else ''}{name} to {value} after its last layer, "
@@ -261,11 +261,11 @@ class FormView(View):
                             "number as when it was probed. Set it before the first layer, or in "
                             "on_train_batch_end, on all ranks"
                         )
-        coins = any(is_coin for _, is_coin, _ in reads)
-        # Of the loss there are coins, too; what else is read after the last layer is made of dummies.
+        throws_coins = samples_on_host or any(is_coin for _, is_coin, _ in reads)
+        # After the last layer only coins are known: what else is read there is made of dummies.
         known_reads = tuple(n for at, is_coin, n in reads if is_coin or at < len(form.calls))
         counters = tuple(zip(self.graph.counters, counted, strict=True))
-        return form, Exemplar(seed, arguments, known_reads, host, counters, host or coins)
+        return form, Exemplar(seed, arguments, known_reads, samples_on_host, counters, throws_coins)
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class Forms:
 
 
 _FEW, _MANY = 2, 32  # runs of a step whose calls nothing seems to change, and of others
-_SIDES = ((False,), (True,), (False, True), (True, False))  # so may two coins fall
+_SIDES = ((False,), (True,), (False, True), (True, False))  # ways in which two coins may fall
 MOST_FORMS = 8
 _NOTHING = contextlib.nullcontext()
 
@@ -323,10 +323,19 @@ def survey(
 ) -> tuple[StepForm, Forms]:
     """Finds call sequences of a step by trials, with the seeds of its first batches; returns the longest, and all.
 
-    Runs the step twice, and once at each of some later moments. If it throws coins four times more, with small and
-    with large numbers in place of what it samples; if these decide what it calls, or it counts, or does not do the
-    same each time, 32 times and twice at each moment. Leaves the module, which is on the host, as it is. Of the
-    arguments of the first batch the first is its number.
+    The step is run twice, and once at each of `moments`. If coins were thrown, it is run four times more, with
+    small and with large numbers in place of those sampled. If the runs differ in what they call, or the step has
+    counters or generators of its own, 32 trials follow, of two microbatches of each of 16 batches, and two at each
+    moment. The module is left as it was.
+
+    Args:
+        root: The module, on the host.
+        step: The step.
+        batch: One microbatch, which all trials get.
+        graph: Graph of the step as probed.
+        seed_of: Seed of a microbatch, by the numbers of its batch and of itself.
+        arguments: Further arguments of the step for the first batch; the first of them is the batch's number.
+        moments: Later moments of the training.
 
     Raises:
         GraphError: None of the sequences calls all layers.
@@ -347,7 +356,7 @@ def survey(
                 return [(form, replace(exemplar, moment=moment))]
             return []
 
-        moves = partial(replace, moves_frozen=view.moves_frozen(*trial(0, 0)[:2], moments))
+        moves_frozen = view.moves_frozen(*trial(0, 0)[:2], moments)
         if not (graph.counters or graph.generators):
             trials = [view.exemplar(*trial(number, 0)) for number in range(_FEW)]
             forms: set[StepForm | None] = {form for form, _ in trials}
@@ -355,19 +364,18 @@ def survey(
             for sides in _SIDES if any(exemplar.tossed for _, exemplar in trials) else ():
                 if len(forms) == 1:
                     forms.add(view.extreme_form(*trial(0, 0)[:2], sides))
-            if len(forms) == 1:
-                widest, all_forms = _forms_of_trials(trials)
-                return widest, moves(all_forms)
-            trials.clear()
-        for number, microbatch in itertools.product(range(_MANY // 2), range(2)):
-            trials.append(view.exemplar(*trial(number, microbatch)))
-            if microbatch:
-                view.count()
-        for moment in moments:
-            pair = [*later(moment, 0), *later(moment, 1)]
-            trials += pair if len(pair) == 2 else ()
+            if len(forms) > 1:
+                trials.clear()
+        if not trials:
+            for number, microbatch in itertools.product(range(_MANY // 2), range(2)):
+                trials.append(view.exemplar(*trial(number, microbatch)))
+                if microbatch:  # the last of its batch
+                    view.count()
+            for moment in moments:
+                pair = [*later(moment, 0), *later(moment, 1)]
+                trials += pair if len(pair) == 2 else ()  # `_forms_of_trials` compares pairs
     widest, all_forms = _forms_of_trials(trials)
-    return widest, moves(all_forms)
+    return widest, replace(all_forms, moves_frozen=moves_frozen)
 
 
 def _forms_of_trials(trials: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Forms]:

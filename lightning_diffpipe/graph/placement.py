@@ -166,15 +166,15 @@ def place_parameters(
     """
     parameters = dict(root.named_parameters())
     unknown = set(resident) - parameters.keys()
-    gone = [name for name in resident if name in parameters and is_placeholder(parameters[name])]
+    freed = [name for name in resident if name in parameters and is_placeholder(parameters[name])]
     if unknown:
         raise GraphError(f"{len(unknown)} resident parameters do not exist, e.g. {min(unknown)}")
-    if gone:
+    if freed:
         raise GraphError(
-            f"{gone[0]} was freed on this rank; load it with restore_parameter() first"
+            f"{freed[0]} was freed on this rank; load it with restore_parameter() first"
         )
     place = torch.device(device)
-    foreign, replacements = [], dict[Tensor, nn.Parameter]()
+    placeholders, replacements = [], dict[Tensor, nn.Parameter]()
     for name, parameter in parameters.items():
         if stored_value(parameter) is None:
             forget_stored(parameter)
@@ -185,7 +185,7 @@ def place_parameters(
                 replacements[parameter] = placed
             continue
         value = parameter.detach()
-        if is_traceable_wrapper_subclass(parameter):  # whose data cannot be that of a plain one
+        if is_traceable_wrapper_subclass(parameter):  # `.data` of these takes no plain tensor
             replacements[parameter] = placeholder_of(parameter, place)
             keep_notes(parameter, replacements[parameter])
             parameter = replacements[parameter]
@@ -195,7 +195,7 @@ def place_parameters(
         _free(parameter, place)
         if whereabouts is not None:
             setattr(parameter, _WHERE, f"{name} lives on {whereabouts.get(name, 'another rank')}")
-        foreign.append(name)
+        placeholders.append(name)
     replace_parameters(root, replacements)
     for module in root.modules():
         for key, buffer in module._buffers.items():
@@ -206,7 +206,7 @@ def place_parameters(
             module.__dict__["_device"] = place
         if has_own_tensors(module):
             module._apply(lambda tensor: tensor.to(place))
-    return tuple(foreign)
+    return tuple(placeholders)
 
 
 def replace_parameters(root: nn.Module, others: Mapping[Tensor, nn.Parameter]) -> None:

@@ -303,19 +303,19 @@ def fold(
     cut(graph, positions)  # refuses impossible positions
     bounds = pairwise([0, *positions, len(graph.path)])
     stage_of = {layer: s for s, (a, b) in enumerate(bounds) for layer in graph.path[a:b]}
-    stages_in = lambda call: {stage_of.get(i) for i in range(call.first, call.stop)} - {None}
+    stages_of_call = lambda call: {stage_of.get(i) for i in range(call.first, call.stop)} - {None}
     expanded = graph.leaky | {
         call.name
         for call in graph.calls
-        if len(stages_in(call)) > 1 or call.draws_random or graph.is_mixed(call)
+        if len(stages_of_call(call)) > 1 or call.draws_random or graph.is_mixed(call)
     }
-    while True:
+    while True:  # until every layer that is folded belongs to one stage, or is all frozen
         layers = {*graph.layer_names, *(call.name for call in graph.calls)} - expanded
         key = frozenset(layers), frozenset(expanded), seed
         try:
             if key not in graph.folds:
-                seen = graph.call_results
-                graph.folds[key] = _traced(root, step, batch, graph, layers, expanded, seed, seen)
+                known = graph.call_results
+                graph.folds[key] = _traced(root, step, batch, graph, layers, expanded, seed, known)
         except LayerLeakError as error:
             expanded |= {error.layer_name}
             continue
@@ -324,19 +324,20 @@ def fold(
             raise GraphError(
                 "the step called other layers when it was run again; seed all it samples"
             )
-        labels = [
+        stages = [
             next((stage_of[i] for i in range(*layer.fine) if i in stage_of), None)
             for layer in folded.layers
         ]
-        wrong = {
+        # Trained layers have a stage, and frozen ones have none.
+        misplaced = {
             layer.name
-            for layer, label in zip(folded.layers, labels, strict=True)
-            if (label is None) != layer.frozen
+            for layer, stage in zip(folded.layers, stages, strict=True)
+            if (stage is None) != layer.frozen
         }
-        if not wrong:
+        if not misplaced:
             break
-        if wrong <= expanded:
-            raise GraphError(f"cannot fold {sorted(wrong)[:3]}")
-        expanded |= wrong
-    on_path = [label for label in labels if label is not None]
+        if misplaced <= expanded:
+            raise GraphError(f"cannot fold {sorted(misplaced)[:3]}")
+        expanded |= misplaced
+    on_path = [stage for stage in stages if stage is not None]
     return folded, tuple(on_path.index(s) for s in range(1, len(positions) + 1))

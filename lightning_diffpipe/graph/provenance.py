@@ -260,10 +260,10 @@ class Provenance(TorchDispatchMode):
         raw = self._raw(inputs)
         read = self._outside(raw)
         name = func.overloadpacket.__name__
-        # Reads the shape only; random ones depend on strides, too.
+        # The random ones among `_like` depend on strides, too.
         is_like = name.endswith("_like") and not name.startswith("rand")
-        of_shape = name.startswith("new_") or is_like
-        if of_shape:
+        reads_shape_only = name.startswith("new_") or is_like
+        if reads_shape_only:
             read = set()
         if draws(func, args, kwargs):
             raw, read = raw | {None}, read | {None}
@@ -271,29 +271,29 @@ class Provenance(TorchDispatchMode):
                 self.glue_drew = True
             else:
                 self.current.drew = True
-        before = set(map(storage_key, inputs))
-        self._read_buffers |= before & self._buffer.keys()
+        input_keys = set(map(storage_key, inputs))
+        self._read_buffers |= input_keys & self._buffer.keys()
         out = func(*args, **kwargs)
         if self.current is None and reads_values(func, args, kwargs):
             self.control |= read
-        new: Iterable[Any] = read
+        output_tags: Iterable[Any] = read
         if self.current is not None:
             self.current.reads |= read
             # Made of parameters and buffers only, as a cast weight is: every stage can make it again.
             if not all(isinstance(tag, str | Buffer) for tag in raw):
-                new = {Leak(self.current.index)}
+                output_tags = {Leak(self.current.index)}
             self.current.cost += operator_cost(func, args, kwargs, out)
         for tensor in tensors_in(out):
-            if storage_key(tensor) not in before:
-                self.set_tags(tensor, new)
+            if storage_key(tensor) not in input_keys:
+                self.set_tags(tensor, output_tags)
         for observed in self._observed:
-            observed.read |= set() if of_shape else before
-            observed.made.update(set(map(storage_key, tensors_in(out))) - before)
+            observed.read |= set() if reads_shape_only else input_keys
+            observed.made.update(set(map(storage_key, tensors_in(out))) - input_keys)
         if func._schema.is_mutable or name in _BATCH_NORMS:
             written = written_tensors(func, args, kwargs)
             if name not in _RENORMS:
                 self.note_parameter_writes(written)
-            self._note_writes(written, new)
+            self._note_writes(written, output_tags)
         return out
 
     @contextlib.contextmanager

@@ -230,7 +230,7 @@ class Call:
             self._before = self._traces()
 
     def result(self) -> tuple[Any, list[Tensor]]:
-        """Returns what the call returns, as the known one did, and the tensors that were made for it."""
+        """Returns a result like that of the known call, without running this one, and the new tensors in it."""
         out: list[Any] = []
         new: list[Tensor] = []
         for leaf in self.known.leaves:

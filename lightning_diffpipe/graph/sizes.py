@@ -50,14 +50,14 @@ def layer_sizes(module: nn.Module, graph: LayerGraph, name: str | None = None) -
     """
     sizes = {name: held_bytes(p) for name, p in module.named_parameters()}
     samples = graph.num_samples or 1
-    boundaries, free = boundary_bytes(graph), without_gradient(graph)
+    boundaries, no_gradient = boundary_bytes(graph), without_gradient(graph)
     path = [graph.layers[index] for index in graph.path]
-    claimed, seen, streams = set[str](), set[TensorKey](), streamable(module, graph)
+    counted, read_before, streams = set[str](), set[TensorKey](), streamable(module, graph)
     layers = []
     for position, layer in enumerate(path):
         read = layer.parameters | (graph.tail_parameters if layer is path[-1] else frozenset())
-        names, claimed = read - claimed, claimed | read
-        inputs, seen = layer.reads - seen, seen | layer.reads
+        names, counted = read - counted, counted | read
+        inputs, read_before = layer.reads - read_before, read_before | layer.reads
         gradients = [sizes.get(key, 0) for key in names & graph.trained]
         # Computed again, it would write again.
         writes = layer.written_buffers or layer.written_parameters or layer.mutated
@@ -71,7 +71,7 @@ def layer_sizes(module: nn.Module, graph: LayerGraph, name: str | None = None) -
                 largest_gradient_bytes=max(gradients, default=0),
                 boundary_bytes_per_sample=boundaries[position + 1] // samples,
                 flops_per_sample=layer.cost_flops // samples,
-                gradient=position not in free,
+                gradient=position not in no_gradient,
                 input_bytes_per_sample=None
                 if writes
                 else sum(graph.spec(key).nbytes for key in inputs) // samples,

@@ -260,13 +260,13 @@ class OnPaper:
         expected = inspect.signature(cls.__init__).parameters
         parts = {name: index[name] for name in expected if name in index}
         for name, entry in parts.items():
-            if isinstance(entry, list | tuple) and len(entry) == 2:
-                kind, config = entry[0] and class_of(*entry), configs.get(name, {})
-                if kind is not None and issubclass(kind, nn.Module):
-                    parts[name] = _module(kind, config, dtype, device)
+            if isinstance(entry, list | tuple) and len(entry) == 2:  # (library, class), or Nones
+                part_class, config = entry[0] and class_of(*entry), configs.get(name, {})
+                if part_class is not None and issubclass(part_class, nn.Module):
+                    parts[name] = _module(part_class, config, dtype, device)
                 else:
-                    parts[name] = kind and _other_part(kind, config, path, name)
-        missing = {n: None for n, p in expected.items() if p.default is p.empty and n != "self"}
+                    parts[name] = part_class and _other_part(part_class, config, path, name)
+        required = [n for n, p in expected.items() if p.default is p.empty and n != "self"]
         self.dtype, self.device = dtype, device
         self.with_reference = with_reference or configs["model_index"].get("with_reference", False)
         self.module: PartsModule
@@ -279,13 +279,13 @@ class OnPaper:
             side = 8 * self.module.unet.config.sample_size  # 8 pixels per latent
             self.size = {"height": side, "width": side, "num_frames": 1}
         else:
-            pipeline = cls(**missing | parts)
+            pipeline = cls(**dict.fromkeys(required) | parts)
             self.module = PipelineDiffusion(
                 pipeline, caption_dropout=0.0, call=call, lora=lora, expert=expert
             )
             self.denoiser = self.module.step.denoiser
             with Values():
-                self.size = self._looked_at(self.module)
+                self.size = self._default_size(self.module)
             step = self.module.step
             self.with_reference |= step.needs_image and not step.animates
             if self.with_reference and (step.image is None or step.reads_references):
@@ -297,11 +297,11 @@ class OnPaper:
                 )
         self.size |= configs.get("size", {})
         self.module.to(dtype)  # tables that are made in another type
-        chosen = quantizations_of(quantization, [*self.module.parts], runs=False)
-        quantize_components(chosen, self.module.parts)
+        quantizations = quantizations_of(quantization, [*self.module.parts], runs=False)
+        quantize_components(quantizations, self.module.parts)
 
-    def _looked_at(self, module: PipelineDiffusion) -> dict[str, int]:
-        """Finds the tail of the pipeline's call, and its size in pixels."""
+    def _default_size(self, module: PipelineDiffusion) -> dict[str, int]:
+        """Returns the size that the pipeline samples by default, in pixels; also sets the tail of the module."""
         step, parts = module.step, dict(module.parts)
         for name, part in parts.items():
             if isinstance(part, nn.Module):

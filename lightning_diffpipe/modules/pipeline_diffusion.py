@@ -151,11 +151,11 @@ class PipelineDiffusion(PartsModule):
         self.part_names = tuple(components)
         for name, part in components.items():
             setattr(self, name, part)
-        # Entries of `model_index.json` that are no parts.
-        every, config = pipeline.components, pipeline.config
-        plain = {n: v for n, v in config.items() if n not in every and not n.startswith("_")}
-        absent = {name: [None, None] for name, part in every.items() if part is None}
-        self.pipeline_index = {"_class_name": type(pipeline).__name__, **plain, **absent}
+        # Entries of `model_index.json` besides the components that are there: settings, and absent components.
+        slots, config = pipeline.components, pipeline.config
+        settings = {n: v for n, v in config.items() if n not in slots and not n.startswith("_")}
+        absent = {name: [None, None] for name, part in slots.items() if part is None}
+        self.pipeline_index = {"_class_name": type(pipeline).__name__, **settings, **absent}
         self.noise_schedule = noise_schedule_of(pipeline.scheduler, noise)
         self.optimization = optimization or Optimization()
         self.sampling: dict[str, Any] = {}
@@ -312,7 +312,7 @@ class PipelineDiffusion(PartsModule):
         """
         tail = self.tail  # first: finding it also finds out how the pipeline reads images
         step, pixels = self.step, _pixels_of(batch)
-        is_training, conditions, shown = generator is None, [], None
+        is_training, conditions, keeps_image = generator is None, [], None  # validation has one
         further = {name: batch[name] for name in step.sizes if name in batch}
         if step.condition is not None:
             key = "caption" if step.condition == "prompt" else step.condition
@@ -330,33 +330,35 @@ class PipelineDiffusion(PartsModule):
         elif step.image is not None and "condition" in batch:
             further[step.image] = batch["condition"]
         if is_training and step.condition == "prompt":
-            coins = [random.random() for _ in conditions]
-            dropped = self.hparams.caption_dropout
+            draws = [random.random() for _ in conditions]
+            caption_dropout = self.hparams.caption_dropout
             conditions = [
-                "" if coin < dropped else c for c, coin in zip(conditions, coins, strict=True)
+                "" if draw < caption_dropout else caption
+                for caption, draw in zip(conditions, draws, strict=True)
             ]
-            shown = self._shown(coins) if step.guides_by_image else None
+            keeps_image = self._keeps_image(draws) if step.guides_by_image else None
         schedule, clean = self.noise_schedule, self.encode(pixels, is_training)
         parts, losses = self.parts, []
         if len(self.steps) > 1:
             trained = [step.denoiser for step in self.steps]
             modules = {n: p for n, p in parts.items() if isinstance(p, nn.Module)}
             encoders = {n: part for n, part in modules.items() if n not in trained}
-            # The calls of all denoisers take the encoders' answers to the first.
-            answers = {name: replaying(part) for name, part in encoders.items()}
+            # Encoders compute in the call of the first denoiser; those of the others take the same answers.
+            stand_in_makers = {name: replaying(part) for name, part in encoders.items()}
         for step in self.steps:
-            has_all = step.span == (0, math.inf)
-            corrupted = schedule.corrupt(clean, generator, None if has_all else step.span)
+            has_all_times = step.span == (0, math.inf)
+            corrupted = schedule.corrupt(clean, generator, None if has_all_times else step.span)
             if len(self.steps) > 1:
-                parts = self.parts | {name: replay() for name, replay in answers.items()}
+                parts = self.parts | {name: make() for name, make in stand_in_makers.items()}
             inputs = corrupted.noisy, corrupted.timesteps, conditions, _size_of(pixels)
-            prediction = step.predict(*inputs, tail, parts, further, shown, generator)
+            prediction = step.predict(*inputs, tail, parts, further, keeps_image, generator)
             target = tail.predicted(corrupted.target)  # in the layout of predictions
             losses.append(schedule.losses(corrupted._replace(target=target), prediction, batch))
         if len(losses) == 1:
             return losses[0]
+        # The mean over all times, of which each denoiser was trained on a share.
         shares = [schedule.share_of(step.span, clean.shape) for step in self.steps]
-        loss = sum(n * each["loss"] for n, each in zip(shares, losses, strict=True))
+        loss = sum(share * each["loss"] for share, each in zip(shares, losses, strict=True))
         return {name: sum(each[name] for each in losses) for name in losses[0]} | {"loss": loss}
 
     def _require_frames(self, batch: Mapping[str, Any]) -> None:
@@ -404,16 +406,16 @@ class PipelineDiffusion(PartsModule):
             )
         return torch.tensor(references[0], device=self.device).permute(0, 3, 1, 2).float() / 255
 
-    def _shown(self, coins: Sequence[float]) -> Tensor:
-        """Returns 1 for samples that keep the image before, 0 for others, `(B,)`, by the coins of their captions.
+    def _keeps_image(self, draws: Sequence[float]) -> Tensor:
+        """Returns 1 for samples that keep their image, 0 for others, `(B,)`, by the draws for their captions.
 
         Source:
             InstructPix2Pix, Brooks et al. (2023), section 3.2.1, https://arxiv.org/abs/2211.09800
         """
         caption, image = self.hparams.caption_dropout, self.hparams.condition_dropout
-        first = min(caption - min(caption, image) / 2, 1 - image)
-        shown = [float(not first <= coin < first + image) for coin in coins]
-        return torch.tensor(shown).to(self.device, non_blocking=True)
+        start = min(caption - min(caption, image) / 2, 1 - image)
+        kept = [float(not start <= draw < start + image) for draw in draws]
+        return torch.tensor(kept).to(self.device, non_blocking=True)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -410,13 +410,13 @@ class OneStep:
         """Runs the call on a copy of the pipeline, until something raises `Captured` or it ends.
 
         Args:
-            draw: Returns what the call gets as its noise, by shape.
+            draw: Returns the noise for the call, by its shape.
             timesteps: Timestep of each sample, `(B,)`.
             conditions: Prompt, or class, of each sample.
             further: Further arguments of the call.
-            parts: Components of the pipeline by name, which are replaced in the copy.
-            on_step: Returns the next latents for a prediction and the latents it was made from.
-            on_decode: Gets the input of the decoder.
+            parts: Components that take the place of the pipeline's in the copy, by name.
+            on_step: Returns the next latents, given a prediction and the latents it was made from.
+            on_decode: Is called with the input of the decoder.
             image_noise: See `encoding_first_frames`.
             generator: Generator of that noise.
         """
@@ -425,33 +425,33 @@ class OneStep:
         cls, device = type(pipeline), property(lambda self: self.device_of_latents)
         pipeline.__class__ = type(cls.__name__, (cls,), {"_execution_device": device})
         dtype = _dtype_of(parts[self.denoiser])
-        is_over, drawn = False, list[Tensor]()
+        loop_is_over, drawn = False, list[Tensor]()
 
         def step(prediction: Tensor, sample: Tensor) -> Tensor:
-            nonlocal is_over
-            is_over = True
+            nonlocal loop_is_over
+            loop_is_over = True
             return on_step(prediction, sample)
 
         def noise(shape: Sequence[int]) -> Tensor:
-            # After the step some pipelines add noise to latents that are decoded, which `find_tail` notices.
-            if is_over:
+            # Noise that some pipelines add to latents before they are decoded: `find_tail` refuses these.
+            if loop_is_over:
                 return torch.randn(tuple(shape), device=timesteps.device)
             drawn.append(draw(shape))
             return drawn[-1]
 
+        # Numbers that the pipeline takes once for all samples, and its denoiser is given for each.
         by_sample = {n: v for n, v in further.items() if n in self.sizes and isinstance(v, Tensor)}
         further = {n: v for n, v in further.items() if n not in by_sample}
-        times = timesteps
-        # A pipeline that takes one time gets that; to the denoiser go those of the samples in its place.
+        pipeline_times = timesteps
         if self.time is not None:
-            times = torch.tensor(self.time, dtype=timesteps.dtype)
+            pipeline_times = torch.tensor(self.time, dtype=timesteps.dtype)
             by_sample[TIME] = timesteps[:, None]
         readers = self._readers(parts, dtype)
         attributes = vars(pipeline)
         attributes.update(parts, device_of_latents=timesteps.device)
-        # A pipeline takes the type of one of its denoisers for that of all.
+        # A pipeline may take the type of any of its denoisers for that of all; here only one of them computes.
         attributes.update({name: StandIn(parts[name], dtype=dtype) for name in self._others})
-        attributes.update(readers, scheduler=one_timestep(parts["scheduler"], times, step))
+        attributes.update(readers, scheduler=one_timestep(parts["scheduler"], pipeline_times, step))
         attributes["_progress_bar_config"] = {"disable": True}
         attributes[self.denoiser] = self._denoiser_of(parts, by_sample, readers)
         if self.decoder is not None:

@@ -53,8 +53,8 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
             undone, or the pipeline expects something else of its scheduler.
     """
     refusals, config = [], getattr(parts[step.denoiser], "config", {})
-    reads = step.image and any(isinstance(part, ProcessorMixin) for part in parts.values())
-    ways = (False, True) if reads else (False,)
+    has_processor = step.image and any(isinstance(part, ProcessorMixin) for part in parts.values())
+    ways = (False, True) if has_processor else (False,)
     needs_image = step.needs_image
     for of_references, one_time, arguments in itertools.product(ways, (False, True), step.unguided):
         step.arguments |= arguments
@@ -89,7 +89,8 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
             )
             refusal.__cause__ = error
             refusals.append(refusal)
-    raise refusals[len(refusals) // 2 if reads else 0]
+    # With a processor, the first refusal of the runs with references, which are the second half.
+    raise refusals[len(refusals) // 2 if has_processor else 0]
 
 
 def encoding_means(decoder: Any) -> Callable[..., Any]:
@@ -399,6 +400,8 @@ class Trial:
     def tail(self) -> Tail:
         """Determines the pipeline's operations on latents between the loop and the decoder.
 
+        Latents of zeros give the offset, ones the factor, and positions along each axis the order of the axes.
+
         Raises:
             ConfigurationError: More than an order of axes, a factor and an offset for each channel.
         """
@@ -410,16 +413,17 @@ class Trial:
         decoded = lambda draw: patched(self._decoded(draw), patch)
         shift = patched(unpatched, patch)
         scale, num_given = decoded(torch.ones) - shift, 0
-        if self._step.animates:
-            whole = decoded
+        if self._step.animates:  # first frames of its latents may be given by the image
+            all_frames = decoded
             is_given = [not frame.any() for frame in scale.unbind(2)]
             num_given = next((n for n, each in enumerate(is_given) if not each), 0)
-            decoded = lambda draw: whole(draw)[:, :, num_given:]
+            decoded = lambda draw: all_frames(draw)[:, :, num_given:]
             shift, scale = shift[:, :, num_given:], scale[:, :, num_given:]
         refusal = ConfigurationError(
             f"between its loop and its decoder {self._step.name} turns latents {drawn} into {tuple(shift.shape)} "
             "by more than an order of axes, a factor and an offset for each channel; encodings cannot be normalised"
         )
+        # For each axis of the decoder's input, that of the latents; None for one that the tail inserts.
         axes: list[int | None] = [None] * shift.ndim
         for axis in range(1, len(drawn)):
             if drawn[axis] > 1:
@@ -433,7 +437,7 @@ class Trial:
         inserted = [length for length, axis in zip(shift.shape, axes, strict=True) if axis is None]
         if any(n > 1 for n in inserted) or not (_is_per_channel(scale) and _is_per_channel(shift)):
             if self._step.animates and not torch.allclose(self._of_darker_image(num_given), shift):
-                if not self._step.mixes_image:
+                if not self._step.mixes_image:  # once more, and the image is kept out of the noise
                     self._step.mixes_image = True
                     return self.tail()
                 raise ConfigurationError(
@@ -444,9 +448,9 @@ class Trial:
             raise refusal
         frames_apart = axes[0] is not None
         if frames_apart:  # they must come sample by sample, here 0 and 1
-            both = self._decoded(lambda shape: _positions(shape, 0), (1.0, 1.0))
+            two_samples = self._decoded(lambda shape: _positions(shape, 0), (1.0, 1.0))
             expected = torch.cat([shift, shift + scale])
-            if not torch.allclose(both, expected, rtol=1e-3, atol=1e-5):
+            if not torch.allclose(two_samples, expected, rtol=1e-3, atol=1e-5):
                 raise refusal
         channels = (slice(1), slice(None), *(slice(1),) * (shift.ndim - 2))
         return Tail(

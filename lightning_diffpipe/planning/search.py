@@ -124,18 +124,18 @@ def _plans(
 def _within_memory(
     profile: ModelProfile, cluster: Cluster, options: PlanOptions, below_s: float, until_s: float
 ) -> list[PipelinePlan]:
-    """Returns plans that fit into memory, the best of which are those with less work if they fit.
+    """Returns plans that fit into memory by the cheapest means that suffice.
 
-    Where they do not, fewer ranks hold the encoders, ranks share optimizer states, or layers are recomputed; where
-    all of that does not help, optimizer states are stored in host memory, or layers are streamed; else both.
+    First no means at all; then fewer ranks that hold the encoders, sharded optimizer states, and recomputed layers;
+    then optimizer states in host memory, or streamed layers; then both.
     """
     if cluster.memory_bytes is None:
         return _plans(profile, cluster, options, below_s, until_s)
     model = CostModel.of(profile, cluster, options)
     choices = encoding_choices(model, options)
     if choices[1:] or _may_recompute(profile, options):
-        boundless = replace(cluster, memory_bytes=None, rank_memory_bytes=())
-        plans = _plans(profile, boundless, options, below_s, until_s)
+        unlimited = replace(cluster, memory_bytes=None, rank_memory_bytes=())
+        plans = _plans(profile, unlimited, options, below_s, until_s)
         if plans and fits(best := min(plans, key=_with_effort), cluster):
             return [best]
     if options.shard_optimizer == "auto" and some_share_stages(model, options):
@@ -304,8 +304,9 @@ def _recomputed_where_needed(
     cluster, pipeline = evaluator.model.cluster, evaluator.frame(proposal).pipeline
     count = len(peak_memory_bytes)
     limits = [cluster.memory_of(rank, count) or 0 for rank in range(count)]
-    size, layers = max(proposal.shape.sizes), evaluator.calls.backbone.layers
-    # By rank and recomputed layer: the bytes of activations that are stored if it is not, and while it is.
+    largest_size, layers = max(proposal.shape.sizes), evaluator.calls.backbone.layers
+    # By rank, and by position of a recomputed layer: bytes of activations that storing them would add for all
+    # microbatches under way, and bytes of one microbatch, while its backward computes them again.
     stored: list[dict[int, tuple[float, float]]] = [{} for _ in peak_memory_bytes]
     s_per_byte: dict[int, float] = {}
     for stage, run in enumerate(evaluator.runs(proposal)):
@@ -314,15 +315,15 @@ def _recomputed_where_needed(
                 continue
             for rank in pipeline.placement.stage_ranks[stage]:
                 waiting = pipeline.peak(rank)[stage]
-                single = Waiting(waiting.samples / max(waiting.microbatches, 1), 1)
-                more = _stored_bytes(whole, waiting) - _stored_bytes(layers[position], waiting)
-                stored[rank][position] = more, _stored_bytes(whole, single)
+                one = Waiting(waiting.samples / max(waiting.microbatches, 1), 1)
+                added = _stored_bytes(whole, waiting) - _stored_bytes(layers[position], waiting)
+                stored[rank][position] = added, _stored_bytes(whole, one)
             # A streamed layer stays recomputed: its backward needs weights that are copied again.
             if layers[position].streamed_bytes:
                 continue
-            most = max(savings[position][0] for savings in stored if position in savings)
-            s_per_byte[position] = whole.forward_s.at(size) / max(most, 1.0)
-    room = [
+            most_added = max(savings[position][0] for savings in stored if position in savings)
+            s_per_byte[position] = whole.forward_s.at(largest_size) / max(most_added, 1.0)
+    free_bytes = [
         limit - peak + _largest_bytes(savings)
         for limit, peak, savings in zip(limits, peak_memory_bytes, stored, strict=True)
     ]
@@ -330,16 +331,16 @@ def _recomputed_where_needed(
     for position in sorted(s_per_byte, key=lambda each: (-s_per_byte[each], each)):
         ranks = [rank for rank, savings in enumerate(stored) if position in savings]
         rest = {r: {k: v for k, v in stored[r].items() if k != position} for r in ranks}
-        if all(room[r] - stored[r][position][0] >= _largest_bytes(rest[r]) for r in ranks):
+        if all(free_bytes[r] - stored[r][position][0] >= _largest_bytes(rest[r]) for r in ranks):
             for rank in ranks:
-                room[rank] -= stored[rank][position][0]
+                free_bytes[rank] -= stored[rank][position][0]
                 stored[rank] = rest[rank]
     return frozenset(position for savings in stored for position in savings)
 
 
 def _largest_bytes(stored: Mapping[int, tuple[float, float]]) -> float:
-    """Returns most bytes of activations that a rank recomputes at a time."""
-    return max((again for _, again in stored.values()), default=0.0)
+    """Returns the most bytes of activations that a rank recomputes at a time."""
+    return max((of_microbatch for _, of_microbatch in stored.values()), default=0.0)
 
 
 def _stored_bytes(layer: LayerProfile, waiting: Waiting) -> float:

@@ -86,28 +86,28 @@ def _timeline(schedule: Schedule, outline: Outline, costs: PipelineCosts) -> Tim
     todo = [zip(p, schedule.outputs_of(p), strict=True) for p in schedule.programs]
     link_free_s = [0.0] * outline.num_edges
     spans, transfers = list[Span](), list[Transfer]()
-    for (rank, work, meeting, makes, like, edge), now_s in zip(
+    for (rank, work, meeting, sent, equal_message, edge), now_s in zip(
         outline.rows, starts_s, strict=False
     ):
         if work == _MEETS:
-            met, group = outline.meetings[meeting]
+            collective, group = outline.meetings[meeting]
             for peer in group:
-                stop_s = now_s + meeting_s(met, peer, costs)
+                stop_s = now_s + meeting_s(collective, peer, costs)
                 if stop_s > now_s:
-                    spans.append(Span(peer, met, now_s, stop_s))
+                    spans.append(Span(peer, collective, now_s, stop_s))
             continue
-        alone = (pair for pair in todo[rank] if not isinstance(pair[0], _COLLECTIVES))
-        instruction, message = next(alone)
+        instructions = (pair for pair in todo[rank] if not isinstance(pair[0], _COLLECTIVES))
+        instruction, message = next(instructions)
         stop_s = now_s
         if isinstance(instruction, (Staged, Encode)):
             stop_s += costs.compute_s(outline.works[work])
             spans.append(Span(rank, instruction, now_s, stop_s))
-        if makes >= 0:
+        if sent >= 0:
             if isinstance(instruction, Send):
                 message = Message.of(instruction, rank)
             assert message is not None
             start_s = max(stop_s, link_free_s[edge])
-            link_free_s[edge] = start_s + costs.message_s(outline.messages[like])
+            link_free_s[edge] = start_s + costs.message_s(outline.messages[equal_message])
             transfers.append(Transfer(message, start_s, link_free_s[edge]))
     return Timeline(tuple(spans), outline.num_ranks, tuple(transfers))
 

@@ -186,6 +186,7 @@ class LayerTimer:
         return rounds, kept_bytes(saved)
 
     def _rounds(self) -> tuple[Rounds, list[KeptBytes], Splits]:
+        """Times every sample count once in each round, until rounds agree; returns times, saved bytes, splits."""
         repeats, saved = self.repeats, dict[int, list[int]]()
         tensors = [*self.module.parameters(), *self.module.buffers()]
         scratch = scratch_gradients(self.module, self.graph.trained)
@@ -193,43 +194,46 @@ class LayerTimer:
             start_s = time.perf_counter()
             run = partial(self._run, interception)
             kinds = ("whole", "inputs") if self.splits_backward else ("whole",)
-            runs = (len(kinds) + self.splits_backward) * _MIN_ROUNDS + 1
+            # The warm-up itself, and in each round a run of each kind and one that splits the backward.
+            min_runs = 1 + _MIN_ROUNDS * (len(kinds) + self.splits_backward)
 
             def warm_up(count: int) -> float:
-                # A slice would count as large as the whole batch.
-                few = pytree.tree_map_only(torch.Tensor, torch.clone, self.samples(count))
+                # A slice has the storage of the whole batch, whose bytes would be counted.
+                samples = pytree.tree_map_only(torch.Tensor, torch.clone, self.samples(count))
                 first = StepRun(self.graph, self._clock)
                 saving = saved_bytes(first, tensors)
-                times = first.measure(self._call_on(few), interception, "whole", saving)
+                times = first.measure(self._call_on(samples), interception, "whole", saving)
                 saved[count] = first.num_saved_bytes
-                return runs * times.total_s
+                return min_runs * times.total_s
 
             results: dict[int, tuple[list[StepTimes], list[StepTimes]]]
             results = {count: ([], []) for count in self._runnable(warm_up)}
             splits: dict[int, list[float]] = {count: [] for count in results}
-            for turn in range(repeats or _MAX_ROUNDS):
-                spent = 0 if repeats else (time.perf_counter() - start_s) / self.budget_s
-                share = max(turn / (repeats or _MAX_ROUNDS), spent)
+            max_rounds = repeats or _MAX_ROUNDS
+            for num_rounds in range(max_rounds):
+                share_spent = 0 if repeats else (time.perf_counter() - start_s) / self.budget_s
+                share_done = max(num_rounds / max_rounds, share_spent)
                 steps = [whole for whole, _ in results.values()]
-                agree = turn > 1 and all(map(_agree, steps))
-                least = 2 if agree and spent >= 0.5 else _MIN_ROUNDS
-                if repeats is None and turn >= least and (agree or share >= 1):
+                agree = num_rounds > 1 and all(map(_agree, steps))
+                min_rounds = 2 if agree and share_spent >= 0.5 else _MIN_ROUNDS
+                if repeats is None and num_rounds >= min_rounds and (agree or share_done >= 1):
                     break
                 gc.collect(0)  # activations may hang in cycles
-                for count in tuple(results):
-                    self._report(f"{count} samples, run {turn + 1}", min(share, 1.0))
+                for count, (whole, inputs_only) in tuple(results.items()):
+                    self._report(f"{count} samples, run {num_rounds + 1}", min(share_done, 1.0))
                     try:
-                        # Either is first in turn: it finds caches full of something else.
-                        for kind in kinds if turn % 2 == 0 else kinds[::-1]:
-                            results[count][kind == "inputs"].append(run(count, kind))
+                        # Each kind is first in every other round, as the first run finds caches cold.
+                        for kind in kinds if num_rounds % 2 == 0 else kinds[::-1]:
+                            times = inputs_only if kind == "inputs" else whole
+                            times.append(run(count, kind))
                     except torch.OutOfMemoryError as error:
-                        # Its warm-up found more memory, or less of it in pieces.
+                        # There was more memory in the warm-up, or it was less fragmented.
                         if len(results) == 1:
                             raise
                         self._without(count, error)
                         del results[count], splits[count]
                         continue
-                    if self.splits_backward and turn < _MIN_ROUNDS:
+                    if self.splits_backward and num_rounds < _MIN_ROUNDS:
                         splits[count] += self._split(interception, count)
         self._report("timed", 1.0)
         return results, kept_bytes({count: saved[count] for count in results}), splits

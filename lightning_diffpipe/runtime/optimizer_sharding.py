@@ -245,12 +245,13 @@ def _stepped(
 ) -> list[Any]:
     """Returns small parameters and their states after trial steps of a copy of an optimizer.
 
-    Each parameter gets a copy in its group. If gradients of the copies (`with_others`) make no difference, the
-    optimizer updates each parameter by itself, and ranks can share them out. `attach` puts hooks of the trial's
-    steps, and returns what removes them.
+    The copy steps one small parameter for all of a group, shape, type and device, and a second one next to it in
+    the same group. If gradients of the second ones (`with_others`) make no difference to the first, the optimizer
+    updates each parameter by itself, and ranks can share them out. `attach` puts hooks on the trial's steps, and
+    returns what removes them.
     """
-    small: dict[int, Any] = {}
-    kinds: dict[Hashable, nn.Parameter] = {}  # one parameter stands for all of a kind
+    small: dict[int, Any] = {}  # by id of the original, as `deepcopy` has its memo
+    kinds: dict[Hashable, nn.Parameter] = {}
     for each in with_wrapped([optimizer]):
         for number, group in enumerate(each.param_groups):
             for tensor in pytree.tree_leaves(group["params"]):
@@ -265,22 +266,22 @@ def _stepped(
                 small[id(tensor)] = tensor[tuple(slice(_TRIAL_SIZE) for _ in tensor.shape)].clone()
     observed = list(kinds.values())
     trial = object.__new__(type(optimizer))
-    # A deep copy of the optimizer itself has groups and states only. Its own `step` is a scheduler's, and steps the
-    # original.
+    # `copy.deepcopy(optimizer)` would copy groups and states only. A `step` among its attributes is the wrapper of
+    # a learning-rate scheduler, and steps the original.
     attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
     vars(trial).update(copy.deepcopy(attributes, small))
     trial._optimizer_step_pre_hooks = OrderedDict()
     trial._optimizer_step_post_hooks = OrderedDict()
     others = {id(parameter): nn.Parameter(parameter.detach().clone()) for parameter in observed}
     optimizers = list(with_wrapped([trial]))
-    # Wrappers share lists and states with what they wrap.
+    # By id, since wrappers share lists and states with what they wrap; in a list, parameters that are one now.
     groups = [group for each in optimizers for group in each.param_groups]
     for members in {id(group["params"]): group["params"] for group in groups}.values():
         members[:] = dict.fromkeys(members)
         members += [others[id(parameter)] for parameter in members]
     for states in {id(each.state): each.state for each in optimizers}.values():
-        beside = {others[id(p)]: state for p, state in states.items() if id(p) in others}
-        states.update({other: copy.deepcopy(state) for other, state in beside.items()})
+        of_others = {others[id(p)]: state for p, state in states.items() if id(p) in others}
+        states.update({other: copy.deepcopy(state) for other, state in of_others.items()})
     with isolated_random_numbers(seed), torch.compiler.set_stance("force_eager"):
         if switches_weights(trial):
             trial.train()  # type: ignore[attr-defined]
@@ -290,13 +291,14 @@ def _stepped(
             closure()
             trial.step(closure)
         detach()
-    values = list[Any]()
+    states_and_settings = list[Any]()
     for each in optimizers:
-        values += [each.state.get(parameter) for parameter in observed]
-        values += [{**group, "params": None} for group in each.param_groups]
+        states_and_settings += [each.state.get(parameter) for parameter in observed]
+        states_and_settings += [{**group, "params": None} for group in each.param_groups]
         entries = vars(each).items()
-        values += [v for n, v in entries if n not in ("state", "param_groups") and not _holds(v)]
-    return [parameter.detach() for parameter in observed] + pytree.tree_leaves(values)
+        others_of = [v for n, v in entries if n not in ("state", "param_groups") and not _holds(v)]
+        states_and_settings += others_of
+    return [parameter.detach() for parameter in observed] + pytree.tree_leaves(states_and_settings)
 
 
 @torch.no_grad()

@@ -95,18 +95,18 @@ class PartitionedStep:
 
     @cached_property
     def messages(self) -> dict[str, tuple[TensorMessage, ...]]:
-        """By kind, for each stage, the message into it.
+        """Messages that each stage receives, by their kind and then by stage.
 
-        An `"activation"` is what it receives from the stage before, a `"gradient"` that of what it sent to the
-        stage after it; none comes back to the last one.
+        An `"activation"` comes from the stage before, a `"gradient"` from the stage after it, for the activations
+        sent there; the last stage receives none.
         """
         stages = self.cut.stages
-        carried = {
+        tensors = {
             "activation": [stage.message for stage in stages],
             "gradient": [*(stage.message_gradients for stage in stages[1:]), ()],
         }
         message = partial(TensorMessage.of, self.graph)
-        return {kind: tuple(map(message, each)) for kind, each in carried.items()}
+        return {kind: tuple(map(message, of_stages)) for kind, of_stages in tensors.items()}
 
 
 @dataclass

@@ -118,14 +118,14 @@ class PipelineCall:
             record: Record into this, instead of answering from the one that is there.
             is_looping: Whether the loop has started, for the record.
         """
-        shell = copy.copy(self.pipeline)  # what the call sets on it no other run sees
-        attributes = vars(shell)
-        if isinstance(shell, nn.Module):
+        pipeline = copy.copy(self.pipeline)  # what the call sets on it no other run sees
+        attributes = vars(pipeline)
+        if isinstance(pipeline, nn.Module):
             attributes["_modules"] = {}
         else:
             containers = {n: x for n, x in attributes.items() if type(x) in (list, dict, set)}
             attributes.update(copied(containers))
-        turns: Counter[str] = Counter()
+        num_calls: Counter[str] = Counter()  # of each part and method, in this run
         replayed = self.record or Record()
         controls = Controls(replayed.controls, self.parts, self.device)
 
@@ -143,18 +143,18 @@ class PipelineCall:
                 return answered_by(part, functools.partial(controls.ask, name))
             if name in replayed.in_loop:
                 return part
-            return Replayed(name, replayed, part, self.device, turns)
+            return Replayed(name, replayed, part, self.device, num_calls)
 
         attributes |= {name: stand_in(name, self.parts.get(name)) for name in self.names}
         for name in _METHODS:
-            if callable(method := getattr(shell, name, None)):
+            if callable(method := getattr(pipeline, name, None)):
                 attributes[name] = (
                     _recorded(method, f"self.{name}", record)
                     if record is not None
-                    else _replayed(method, f"self.{name}", replayed, turns)
+                    else _replayed(method, f"self.{name}", replayed, num_calls)
                 )
         attributes["_progress_bar_config"] = {"disable": True}
-        call = getattr(shell, self.method) if self.method != "__call__" else shell
+        call = getattr(pipeline, self.method) if self.method != "__call__" else pipeline
         # Every run samples the same, and what it changes in place no other run sees.
         arguments = copied(restored(snapshot(self.arguments)))
         leaves = pytree.tree_leaves(arguments)
@@ -167,14 +167,14 @@ class PipelineCall:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state that other ranks get: the scheduler as the only part, and no functions as arguments."""
-        shell = copy.copy(self.pipeline)
-        attributes = vars(shell)
+        pipeline = copy.copy(self.pipeline)
+        attributes = vars(pipeline)
         for name in (*self.names, "_modules", "_trainer", "_fabric"):
             attributes.pop(name, None)
-        if isinstance(shell, nn.Module):
+        if isinstance(pipeline, nn.Module):
             attributes["_modules"] = {}
         return {
-            "pipeline": shell,
+            "pipeline": pipeline,
             "method": self.method,
             "arguments": snapshot(
                 moved({n: v for n, v in self.arguments.items() if not callable(v)}, "cpu")
@@ -220,15 +220,15 @@ def _recorded(method: Callable[..., Any], path: str, record: Record) -> Callable
 
 
 def _replayed(
-    method: Callable[..., Any], path: str, record: Record, turns: Counter[str]
+    method: Callable[..., Any], path: str, record: Record, num_calls: Counter[str]
 ) -> Callable[..., Any]:
     """Returns a method that gives its recorded answers in their order, and runs after the last of them."""
 
     @functools.wraps(method)
     def replayed(*args: Any, **kwargs: Any) -> Any:
-        answers, turn = record.answers.get(path, []), turns[path]
-        turns[path] += 1
-        return copied(answers[turn]) if turn < len(answers) else method(*args, **kwargs)
+        answers, index = record.answers.get(path, []), num_calls[path]
+        num_calls[path] += 1
+        return copied(answers[index]) if index < len(answers) else method(*args, **kwargs)
 
     return replayed
 
@@ -663,11 +663,12 @@ class PipelineLoop(Loop):
         return Prediction((self._complete(self._asked.index(event), out[0]),))
 
     def _refuse_other_calls(self, at_end: bool = False) -> None:
-        """Raises ConfigurationError if the calls of a step so far are not those that the first run has shown."""
-        shown = shapes_given(self.call.steps[0])
+        """Raises ConfigurationError if calls of a step, so far or `at_end`, are not as in the first run."""
+        recorded = shapes_given(self.call.steps[0])
         shapes = shapes_given(event.arguments for event in self._asked)
-        if shapes != (shown if at_end else shown[: len(shapes)]):
-            other = [x for x in shapes if x not in shown] or [f"{len(self._asked)} calls in a step"]
+        if shapes != (recorded if at_end else recorded[: len(shapes)]):
+            num_calls = f"{len(self._asked)} calls in a step"
+            other = [shape for shape in shapes if shape not in recorded] or [num_calls]
             raise ConfigurationError(
                 f"{self._pipeline.name} gives its {self.call.denoiser} {', '.join(other)}, unlike in its first "
                 "run, which has no callbacks: one has ended guidance, perhaps. Ranks and patches rely on what that "

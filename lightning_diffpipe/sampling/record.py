@@ -153,9 +153,9 @@ class Replayed(_Asked):
     """Stands for a part, and gives its recorded answers."""
 
     def __init__(
-        self, path: str, record: Record, real: Any, device: torch.device, turns: Counter[str]
+        self, path: str, record: Record, real: Any, device: torch.device, counts: Counter[str]
     ) -> None:
-        self.__dict__.update(_path=path, _record=record, _real=real, _device=device, _turns=turns)
+        self.__dict__.update(_path=path, _record=record, _real=real, _device=device, _counts=counts)
 
     @property
     def __class__(self) -> Any:  # pipelines look of which kind a part is
@@ -174,7 +174,7 @@ class Replayed(_Asked):
             return self._record.attributes[path]
         if f"{path}.__class__" in self._record.attributes:
             inner = getattr(self._real, name, None)
-            return Replayed(path, self._record, inner, self._device, self._turns)
+            return Replayed(path, self._record, inner, self._device, self._counts)
         if self._real is None:
             raise AttributeError(
                 f"{self._path} is on rank 0 only, which was not asked for its {name}"
@@ -183,13 +183,13 @@ class Replayed(_Asked):
 
     def _ask(self, name: str, args: Any, kwargs: Any) -> Any:
         path = f"{self._path}.{name}"
-        answers, turn = self._record.answers.get(path, []), self._turns[path]
-        self._turns[path] += 1
-        if turn < len(answers):
-            return copied(answers[turn])
+        answers, index = self._record.answers.get(path, []), self._counts[path]
+        self._counts[path] += 1
+        if index < len(answers):
+            return copied(answers[index])
         if self._real is None:
             raise AttributeError(
-                f"{self._path} is on rank 0 only, which asked for {name} {turn} times"
+                f"{self._path} is on rank 0 only, which asked for {name} {index} times"
             )
         return getattr(self._real, name)(*args, **kwargs)
 

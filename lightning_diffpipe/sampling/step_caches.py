@@ -217,9 +217,9 @@ class StepCache:
                     text_ends = getattr(module, "context_pre_only", False)
                     if isinstance(hook, FBCBlockHook) and text_ends:
                         raise self._unknown("its last block returns no text to be stored")
-                managers = [x for x in vars(hook).values() if _is_manager(x)]
-                places = [(x, "_state_cache") for x in managers] or [(hook, "state")]
-                self._places += [p for p in places if p not in self._places]
+                state_managers = [x for x in vars(hook).values() if _is_manager(x)]
+                state_places = [(x, "_state_cache") for x in state_managers] or [(hook, "state")]
+                self._places += [p for p in state_places if p not in self._places]
                 if not isinstance(hook, heads + tails):
                     hooked.add(names[id(module)])
         self.hooked = frozenset(hooked)

@@ -97,7 +97,8 @@ def assemble(
     mesh, holders = _connect(process, schedule, pieces, graph.trained)
     encoding_ranks = plan.options.encoding_ranks
     num_encoding = placement.num_ranks if encoding_ranks == "auto" else encoding_ranks
-    # Names that each rank holds, and the holder of each that saves it; `holders` sum gradients.
+    # `holders` of a trained parameter sum its gradients; `residents` are the names of all parameters that each rank
+    # holds; the owner of an entry of the state dict that not all ranks hold is the first holder, which saves it.
     residents = residents_of(module, pieces, placement, num_encoding)
     resident = residents[mesh.local_rank]
     owners = owners_of(module, pieces, residents, placement)
@@ -109,45 +110,47 @@ def assemble(
             if difference := MeanCheck(probed, interception).difference(plan.num_microbatches):
                 rank_zero_warn(difference)
         step_forms = _forms_of(probed, interception)
-        whole = None
-        if options.verify:  # where random numbers and types are those of training
+        one_process = None
+        if options.verify:  # on the device: random numbers and types are those of training there
             batch, count = tree_to(probed.batch, mesh.device), plan.num_microbatches
             with placed(module, mesh.device):
-                whole = run_whole(probed, interception, batch, count, seed, mesh.pipeline)
-        places = whereabouts(pieces, placement)
-        encodes_first = plan.options.encode_first and not (plan.runs_free or options.verify)
-        later = kept_for_later(module, graph) & resident if encodes_first else frozenset[str]()
-        streams, weights = _streamed(module, unfolded, plan, mesh.local_rank)
-        streamed = frozenset(name for each in weights.values() for name in each)
-        later -= streamed
-        place_parameters(module, resident, process.device, places, later | streamed)
-        from_host = {name: p for name, p in module.named_parameters() if name in streamed}
-        weights = {layer: {n: from_host[n] for n in each} for layer, each in weights.items()}
-        stream = WeightStream(module, weights, streams, process.device) if weights else None
-        interception.refuse(places)
+                one_process = run_whole(probed, interception, batch, count, seed, mesh.pipeline)
+        homes = whereabouts(pieces, placement)  # for error messages
+        by_stage, weights = _streamed(module, unfolded, plan, mesh.local_rank)
+        streamed_names = frozenset(name for of_layer in weights.values() for name in of_layer)
+        later = frozenset[str]()  # parameters that stay on the host until all samples are encoded
+        if plan.options.encode_first and not (plan.runs_free or options.verify):
+            later = (kept_for_later(module, graph) & resident) - streamed_names
+        place_parameters(module, resident, process.device, homes, later | streamed_names)
+        parameters = dict(module.named_parameters())
+        streamed = {name: p for name, p in parameters.items() if name in streamed_names}
+        # Placing may have put other objects in place of the parameters that `_streamed` returned.
+        weights = {layer: {n: streamed[n] for n in of_layer} for layer, of_layer in weights.items()}
+        stream = WeightStream(module, weights, by_stage, process.device) if weights else None
+        interception.refuse(homes)
         steps = PartitionedStepCache(
             module, probed.step, graph, positions, placement, mesh.local_rank, interception,
             process.device, graphs, probed.forms, step_forms, recomputed, stream,
         )  # fmt: skip
-        named = dict(module.named_parameters())
-        trained = {n: named[n] for n in named if n in resident and n in graph.trained}
+        trained = {n: p for n, p in parameters.items() if n in resident and n in graph.trained}
         size = None if plan.options.frozen_group_size == "auto" else plan.options.frozen_group_size
         layout = BatchLayout(module, probed.step, schedule, steps, mesh, seed, size, num_encoding)
         reducer = GradientReducer(mesh, trained, holders)
         engine = _engine(layout, reducer, options.check_finite, plan, list(trained.values()))
-        if whole is not None:
-            compare(module, engine, tree_to(probed.batch, process.device), trained, whole)
-        untrained = {name: p for name, p in named.items() if not p.requires_grad}
-        idle = {n: p for n, p in named.items() if n in resident - graph.trained and p.requires_grad}
+        if one_process is not None:
+            compare(module, engine, tree_to(probed.batch, process.device), trained, one_process)
+        untrained = {name: p for name, p in parameters.items() if not p.requires_grad}
+        not_trained = resident - graph.trained
+        idle = {n: p for n, p in parameters.items() if n in not_trained and p.requires_grad}
         for parameter in idle.values():
-            parameter.grad = None  # of before training
+            parameter.grad = None  # left by code that ran before training
         watch = StepWatch(module, layout, idle, trained)
         return Pipeline(
             module, plan, graph, mesh, engine, residents, owners, trained, untrained, watch, seed,
             interception, RelayView(module, interception, owners, RelayChannel(mesh)),
-            _sharding(plan, mesh, named, trained, holders),
+            _sharding(plan, mesh, parameters, trained, holders),
             OptimizerOffload(mesh.device) if plan.options.optimizer_offload == "all" else None,
-            offloaded=from_host, later={name: named[name] for name in later},
+            offloaded=streamed, later={name: parameters[name] for name in later},
         )  # fmt: skip
 
 
@@ -159,8 +162,8 @@ def _streamed(
         stage: [graph.path_names[i] for i in plan.streamed_of(stage)]
         for stage in plan.placement.stages_of(local_rank)
     }
-    every = streamable(module, graph) if plan.streamed else {}
-    weights = {name: every[name] for of_stage in names.values() for name in of_stage}
+    frozen_weights = streamable(module, graph) if plan.streamed else {}
+    weights = {name: frozen_weights[name] for of_stage in names.values() for name in of_stage}
     if empty := [name for name, tensors in weights.items() if not tensors]:
         raise PlanError(
             f"the plan streams {empty[0]}, which has no frozen weights of its own; plan again for this module"
@@ -267,7 +270,7 @@ def _planned_graphs(
 
 
 def _forms_of(probed: ProbedStep, interception: Interception) -> list[StepForm]:
-    """Returns the forms that a step is known to take, in calls of a graph's layers; empty if there is only one."""
+    """Returns the known call sequences of a step, in calls of a graph's layers; empty if there is only one."""
     module, graph, forms = probed.module, probed.graph, probed.forms
     if forms.widest is None:
         return []

@@ -257,20 +257,21 @@ def _make_plan(
         return plan
     assert basis is not None
     profile, cluster = basis.profile, basis.cluster
-    if process.device.type == "cuda" and cluster.host_memory_bytes is None:  # else nothing moves
+    if process.device.type == "cuda" and cluster.host_memory_bytes is None:  # CPUs copy nothing
         free = int(min(available_bytes(), LARGEST))
         cluster = replace(cluster, host_memory_bytes=free)
     data_parallel = options.num_pipelines(process.world_size)
     asked = options.plan_options(batch_size * data_parallel, data_parallel)
-    plan, most = find_plan(profile, cluster, asked), batch_size // probed.least_samples
-    if plan.num_microbatches <= most:
+    plan = find_plan(profile, cluster, asked)
+    limit = batch_size // probed.least_samples  # of the number of microbatches
+    if plan.num_microbatches <= limit:
         return plan
     if asked.num_microbatches != "auto":
         raise ConfigurationError(
             f"num_microbatches={asked.num_microbatches} leaves microbatches with one of the {batch_size} samples, "
-            f"but batch norms in training mode need two. Use at most {most}, larger batches, or nn.GroupNorm"
+            f"but batch norms in training mode need two. Use at most {limit}, larger batches, or nn.GroupNorm"
         )
-    return find_plan(profile, cluster, replace(asked, num_microbatches=most))
+    return find_plan(profile, cluster, replace(asked, num_microbatches=limit))
 
 
 def planned_pipelines(options: PipelineOptions, world_size: int) -> int:

@@ -346,34 +346,38 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             for optimizer in self.optimizers:
                 self._running.connect(optimizer)
         offload = self.pipeline and self.pipeline.optimizer_offload
-        for way, refuse in ((sharding, refuse_undivided), (offload, refuse_kept_on_device)):
-            if way:
+        for states, refuse in ((sharding, refuse_undivided), (offload, refuse_kept_on_device)):
+            if states:
                 with raised_by_all():
                     refuse(self.optimizers, self._running.mesh)
                 for optimizer in self.optimizers:
-                    self._until_teardown.callback(way.attach(optimizer))
+                    self._until_teardown.callback(states.attach(optimizer))
         self.setup_precision_plugin()
+        self._take_over_clipping(trainer)
+
+    def _take_over_clipping(self, trainer: Any) -> None:
+        """Lets the pipeline clip gradients in Lightning's place, and without flushes drain before validation."""
         plugin: Any = self.precision_plugin
         if self.pipeline is not None and isinstance(self.pipeline.engine, FreeRunningEngine):
             self.pipeline.engine.optimizers = self.optimizers
             self.pipeline.engine.clip_value = trainer.gradient_clip_val
             # Where Lightning clips there are no gradients, which torch takes for an error.
-            clips = patched(plugin, clip_grad_by_value=lambda optimizer, clip_val: None)
-            self._until_teardown.enter_context(clips)
+            no_clipping = patched(plugin, clip_grad_by_value=lambda optimizer, clip_val: None)
+            self._until_teardown.enter_context(no_clipping)
             loop = trainer.fit_loop.epoch_loop
-            checks = partial(self._drained_before, loop._should_check_val_fx)
-            self._until_teardown.enter_context(patched(loop, _should_check_val_fx=checks))
+            should_check = partial(self._drained_before, loop._should_check_val_fx)
+            self._until_teardown.enter_context(patched(loop, _should_check_val_fx=should_check))
         elif self.pipeline is not None:
             # The precision plugin is the user's choice; its class name keys the scaler's state in
             # checkpoints, so the instance is given another method rather than the plugin another class.
-            clips = patched(plugin, clip_grad_by_norm=self.clip_by_global_norm)
-            self._until_teardown.enter_context(clips)
+            global_clipping = patched(plugin, clip_grad_by_norm=self.clip_by_global_norm)
+            self._until_teardown.enter_context(global_clipping)
             if len(self.pipeline.plan.stages) > 1:
                 trained = self.pipeline.trained.values()
                 self._until_teardown.enter_context(refusing_norms_of_a_stage(trained))
 
     def _watch_data(self, trainer: Any) -> None:
-        """Counts data once that several ranks see, and calls no hook again for a batch that has passed it."""
+        """Lets metrics count each batch once, and the transfer hook not run again for a batch that was fetched."""
         self._metric_sync = MetricSync(trainer, lambda: self.mesh, self._until_teardown)
         module: Any = self.lightning_module
         hook = module._on_before_batch_transfer
@@ -384,6 +388,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._until_teardown.enter_context(patched(module, _on_before_batch_transfer=once))
 
     def _set_up_pipeline(self, trainer: Any) -> None:
+        """Plans and assembles the pipeline from the first batch, and connects Lightning's hooks with it."""
         module = self.lightning_module
         # Lightning lets the module think it is on its device before anything was moved there.
         module.cpu()
@@ -394,13 +399,13 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if options.optimizer_bytes_factor == "auto" and hasattr(optimization, "state_bytes_factor"):
             options = replace(options, optimizer_bytes_factor=optimization.state_bytes_factor())
         if options.shard_optimizer == "auto" and options.plan is None:
-            may_share = hasattr(optimization, "may_be_shared") and optimization.may_be_shared()
-            options = replace(options, shard_optimizer="auto" if may_share else False)
+            may_shard = hasattr(optimization, "may_be_shared") and optimization.may_be_shared()
+            options = replace(options, shard_optimizer="auto" if may_shard else False)
         if options.optimizer_offload == "auto" and options.plan is None:
-            may_leave = (
+            may_offload = (
                 hasattr(optimization, "may_be_offloaded") and optimization.may_be_offloaded()
             )
-            options = replace(options, optimizer_offload="auto" if may_leave else "none")
+            options = replace(options, optimizer_offload="auto" if may_offload else "none")
         with hooks_come_later(), early_answers(self), generators_preserved(module):
             self.pipeline = prepare(
                 module, self._run_training_step, batch, options, self.process, self._arguments,

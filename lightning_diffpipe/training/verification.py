@@ -94,14 +94,14 @@ def run_whole(
     with untouched(module):
         parts = split(batch, sizes, graph.form)
         for index, (size, part) in enumerate(zip(sizes, parts, strict=True)):
-            number = microbatch_seed(seed, pipeline, 0, index)
-            partitioned = steps.of(part, number)
+            part_seed = microbatch_seed(seed, pipeline, 0, index)
+            partitioned = steps.of(part, part_seed)
             layer_graph = partitioned.graph
             outputs = (leaf for layer in layer_graph.layers for leaf in layer.outputs)
             dtypes |= {leaf.dtype for leaf in outputs if isinstance(leaf, TensorSpec)}
             run = partitioned.stage_views[0].forward(
                 StepCall(step, module, part, written=layer_graph.batch_writes),
-                seed=number,
+                seed=part_seed,
                 log=lambda *arguments: None,
             )
             weight = float(size if run.weight is None else run.weight)

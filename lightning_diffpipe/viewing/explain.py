@@ -231,41 +231,41 @@ def _tries(
     plan: PipelinePlan, profile: ModelProfile, cluster: Cluster, disk_bytes_per_s: float
 ) -> Iterator[_Try]:
     """Yields what could be changed; stages are cut again where they must be."""
-    same: dict[str, Any] = {"frozen_group_size": "auto"}
-    options = replace(plan.options, **same)
+    as_planned: dict[str, Any] = {"frozen_group_size": "auto"}
+    options = replace(plan.options, **as_planned)
     evaluator = Evaluator(CostModel(joined(profile), cluster), options)
     shape = Proposal.of(plan, joined(profile)).shape
-    chosen = evaluator.group_size(shape) or max(plan.microbatch_sizes)
-    if plan.options.frozen_group_size != chosen:  # else changed plans choose theirs again
-        same, options = {}, plan.options
-    free = {**same, "num_replicas": "auto", "partition": "auto"}
-    any_shape = dict.fromkeys(("num_stages", "num_microbatches", "data_parallel"), "auto") | free
+    group_size = evaluator.group_size(shape) or max(plan.microbatch_sizes)
+    if plan.options.frozen_group_size != group_size:  # else changed plans choose theirs again
+        as_planned, options = {}, plan.options
+    any_cut = {**as_planned, "num_replicas": "auto", "partition": "auto"}
+    any_shape = dict.fromkeys(("num_stages", "num_microbatches", "data_parallel"), "auto") | any_cut
     count, stages = plan.num_microbatches, plan.num_stages
     for n in filter(None, (2 * count, count // 2)):
-        yield _Try(count_of(n, "microbatch", "es"), {**same, "num_microbatches": n}, profile)
-    yield _Try("cutting the layers again", free, profile)
+        yield _Try(count_of(n, "microbatch", "es"), {**as_planned, "num_microbatches": n}, profile)
+    yield _Try("cutting the layers again", any_cut, profile)
     for n in filter(None, (stages - 1, stages + 1)):
-        yield _Try(count_of(n, "stage"), {**free, "num_stages": n}, profile)
-    alone = {"num_stages": 1, "num_replicas": 1, "data_parallel": cluster.num_ranks}
-    parallel = {**any_shape, **alone, "schedule": DEFAULT_SCHEDULE}
-    yield _Try("no pipeline: plain data parallelism", parallel, profile)
+        yield _Try(count_of(n, "stage"), {**any_cut, "num_stages": n}, profile)
+    one_stage = {"num_stages": 1, "num_replicas": 1, "data_parallel": cluster.num_ranks}
+    data_parallel = {**any_shape, **one_stage, "schedule": DEFAULT_SCHEDULE}
+    yield _Try("no pipeline: plain data parallelism", data_parallel, profile)
     # All but those of which the profile says that their results do not follow from the sample alone.
     stored = [e.name for e in profile.encoders if e.cacheable is not False]
     if stored and not options.encode_first:
-        reading, sample_bytes = _with_stored(profile, stored)
+        stored_profile, sample_bytes = _with_stored(profile, stored)
         read_s = options.global_batch_size / cluster.num_ranks * sample_bytes / disk_bytes_per_s
         disk = f"{size(sample_bytes)} a sample, with callbacks=cached"
-        what = f"storing encodings ({', '.join(stored)}), {disk}"
-        yield _Try(what, same, reading, read_s)
+        change = f"storing encodings ({', '.join(stored)}), {disk}"
+        yield _Try(change, as_planned, stored_profile, read_s)
     if profile.encoders and options.filling == "none":
-        what = "frozen work in the bubbles (filling=auto)"
-        yield _Try(what, {**same, "filling": "auto"}, profile)
+        change = "frozen work in the bubbles (filling=auto)"
+        yield _Try(change, {**as_planned, "filling": "auto"}, profile)
     for spec in SCHEDULES.values():
         if spec.advice:
-            what = f"{spec.advice} (schedule={spec.name})"
-            cut_anew = {**free, "num_stages": "auto"} if spec.place else free
-            base = cut_anew if spec.place or spec.splits_backward else same
-            yield _Try(what, {**base, "schedule": spec.name}, profile)
+            change = f"{spec.advice} (schedule={spec.name})"
+            any_stages = {**any_cut, "num_stages": "auto"} if spec.place else any_cut
+            base = any_stages if spec.place or spec.splits_backward else as_planned
+            yield _Try(change, {**base, "schedule": spec.name}, profile)
     yield _Try(BEST, {**any_shape, "schedule": "auto"}, profile)
 
 

@@ -124,6 +124,8 @@ def test_after_a_failure_nothing_waits_for_messages_of_nccl(monkeypatch):
             ),
             offloaded={},
             later={},
+            resident=frozenset(),
+            graph=SimpleNamespace(trained=frozenset()),
             _moving=contextlib.nullcontext,
             _interception=Interception(root).install(),
             mesh=Mesh(layout, 0, torch.device("cpu"), backend, 1.0),

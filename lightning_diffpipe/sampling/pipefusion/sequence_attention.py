@@ -235,34 +235,34 @@ class Ring(_OverRanks):
 
     def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
         """Attends to the keys of one rank after the other, and merges the results by their normalisers."""
-        links, me, n = self._links, self._links.rank, self._links.num_ranks
+        links, rank, n = self._links, self._links.rank, self._links.num_ranks
         q, k, v = call.q, call.k, call.v
         scale = call.options.get("scale") or 1 / math.sqrt(q.shape[-1])
         keys = self._inner.in_shares(call)
         # Positions of each rank's tokens among all tokens; `owned` are those among the tokens of the part.
-        index, places = call.own().index, list(owned)
+        index, positions = call.own().index, list(owned)
         if index is not None:
-            places = [Selection(call.tokens.size, index[each.index]) for each in owned]
+            positions = [Selection(call.tokens.size, index[each.index]) for each in owned]
         if keys.mask is not None and keys.mask.shape[-2] == call.tokens.size > 1:
-            keys.mask = places[me].take(keys.mask, -2)
+            keys.mask = positions[rank].take(keys.mask, -2)
         total: Attended | None = None
-        for turn in range(n):
-            source = (me - turn) % n  # whose keys k and v are
-            if turn < n - 1:
+        for hop in range(n):
+            source = (rank - hop) % n  # whose keys k and v are
+            if hop < n - 1:
                 num_tokens = len(owned[(source - 1) % n])
                 shapes = [
                     TensorShape((*x.shape[:-2], num_tokens, x.shape[-1]), x.dtype) for x in (k, v)
                 ]
-                before, after = (me - 1) % n, (me + 1) % n
+                before, after = (rank - 1) % n, (rank + 1) % n
                 expected = {before: packed_shape(shapes)}
                 coming = links.start_exchange({after: pack([k, v])}, expected, "sequence")[before]
-            others = keys.of_others() if turn == 0 else None
+            others = keys.of_others() if hop == 0 else None
             if others is not None:
                 total = attention_part(q, *others, scale, call.attend)
-            keys.put(places[source], k, v)
-            mask = None if keys.mask is None else places[source].take(keys.mask, -1)
+            keys.put(positions[source], k, v)
+            mask = None if keys.mask is None else positions[source].take(keys.mask, -1)
             total = merged(total, attention_part(q, k, v, mask, scale, call.attend))
-            if turn < n - 1:
+            if hop < n - 1:
                 k, v = unpack(coming.wait(), shapes)
         return total[0].to(q.dtype)
 

@@ -134,7 +134,7 @@ def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[f
     times: dict[int, list[float]] = {}
     results: dict[int, Any] = {}
     kinds = [block.kind for block in layout.blocks]
-    ends, clock = list[float](), clock_for(request.latents.device)
+    tail_s, clock = list[float](), clock_for(request.latents.device)
 
     def now_s() -> float:
         clock.settle()
@@ -158,12 +158,12 @@ def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[f
 
         with request.inferring(), calls_answered(request.model, layout.block_names, timed):
             request.denoise(request.latents, request.timesteps[0])
-        ends.append(now_s() - end_s)
+        tail_s.append(now_s() - end_s)
     total = dict.fromkeys(layout.block_names, 0.0)
     for block in layout.blocks:
         total[block.name] += statistics.median(times[block.kind][1:] or times[block.kind])
     costs = list(total.values())
-    costs[-1] += statistics.median(ends[1:])
+    costs[-1] += statistics.median(tail_s[1:])
     return costs
 
 

@@ -144,24 +144,24 @@ def find_invariants(
         return recorder
 
     # The four runs of the table above.
-    first = record(unknown, t)
-    calls = first.calls
+    first_run = record(unknown, t)
+    calls = first_run.calls
     on_latents, later = record(latents, t, calls), record(unknown, other_t, calls)
-    others = [on_latents, later]
+    other_runs = [on_latents, later]
     in_step, in_request = _same(calls, on_latents.calls), set[Place]()
     if not torch.equal(t, other_t):
         dtype = t.dtype if t.is_floating_point() else torch.get_default_dtype()
         with contextlib.suppress(Exception):  # not every model can take NaN
-            timeless = record(unknown, torch.full_like(t, float("nan"), dtype=dtype), calls)
-            others.append(timeless)
-            if timeless.calls.keys() == calls.keys():
-                without_nan = {place for place, call in timeless.calls.items() if call.copies}
+            nan_time = record(unknown, torch.full_like(t, float("nan"), dtype=dtype), calls)
+            other_runs.append(nan_time)
+            if nan_time.calls.keys() == calls.keys():
+                without_nan = {place for place, call in nan_time.calls.items() if call.copies}
                 in_request = in_step & _same(calls, later.calls) & without_nan
-    if any(other.sources != first.sources for other in others):
+    if any(other.sources != first_run.sources for other in other_runs):
         return {}, {}
     constants, step_constants = _outermost(calls, in_step, in_request)
     for stored in (constants, step_constants):
-        stored |= _in_repeated_blocks(stored, first.called, first.sources)
+        stored |= _in_repeated_blocks(stored, first_run.called, first_run.sources)
     return constants, step_constants
 
 

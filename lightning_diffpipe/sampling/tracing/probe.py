@@ -254,7 +254,10 @@ class _Probe:
     def _traced(
         self, name: str, forward: Forward, args: Any, kwargs: Any, attention: _Owners
     ) -> tuple[Block, Any]:
-        """Traces one call; returns the block, and what the call returned."""
+        """Traces one call; returns the block, and what the call returned.
+
+        Notes whether all attention is looked up by its name, where samplers can then replace it at less cost.
+        """
         sizes, num_by_name = list[AttentionSize](), 0
 
         def note_size(attend: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
