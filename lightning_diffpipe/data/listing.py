@@ -224,25 +224,32 @@ class Listing:
             if stem in texts or not self.needs_captions
         ]
 
-    def _by_stem(self, key: str) -> dict[str, Path]:
+    def _by_stem(self, key: str) -> dict[str, list[Path]]:
         folder = self.folder / key
         if not folder.is_dir():
             raise ConfigurationError(
                 f"{folder} is no folder, and there are no metadata whose {key!r} names a file for each image; put "
                 f"there files of the same names as the images, such as {key}/cat.png"
             )
-        return {_stem(path): path for path in sorted(folder.iterdir())}
+        by_stem: dict[str, list[Path]] = {}
+        for path in sorted(folder.iterdir()):
+            by_stem.setdefault(_stem(path), []).append(path)
+        return by_stem
 
     def _of_files(
-        self, path: Path, text: Path | None, folders: Mapping[str, Mapping[str, Path]]
+        self, path: Path, text: Path | None, folders: Mapping[str, Mapping[str, list[Path]]]
     ) -> Entry:
         companions: dict[str, Any] = {}
         for kind, key in self.companions.items():
-            if _stem(path) not in folders[key]:
+            files = folders[key].get(_stem(path), [])
+            if len(files) != 1:
                 raise DataError(
                     f"{path} has no {kind}: {self.folder / key / path.name} is not there"
+                    if not files
+                    else f"{path} has {len(files)} files as its {kind}: {self.folder / key} has "
+                    f"{', '.join(file.name for file in files)}; keep one of them"
                 )
-            file = self._there(folders[key][_stem(path)], str(path))
+            file = self._there(files[0], str(path))
             companions[kind] = (file,) if kind == "references" else file
         caption = "" if text is None else _caption_in(text)
         where = "no caption" if text is None else text.name

@@ -170,7 +170,7 @@ class PaddingTokenizer(StandIn):
     """
 
     def __init__(self, real: Any, note: Callable[..., None]) -> None:
-        super().__init__(real, _text=None, _answer=None, _note=note)
+        super().__init__(real, _text=None, _answer=None, _length=None, _note=note)
 
     def __call__(self, text: Any = None, *args: Any, **options: Any) -> Any:
         """Tokenizes."""
@@ -180,11 +180,27 @@ class PaddingTokenizer(StandIn):
         elif options.get("truncation") and options.get("padding") in (True, "longest"):
             options["padding"] = "max_length"
         self._text, self._answer = text, self._real(text, *args, **options)
+        self._length = None
         if options.get("truncation"):
-            length = options.get("max_length") or self._real.model_max_length
+            self._length = options.get("max_length") or self._real.model_max_length
             texts = [text] if isinstance(text, str) else text
-            self._note(self._real, texts, self._answer, length)
+            self._note(self._real, texts, self._answer, self._length)
         return self._answer
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        """Returns the ids of tokens, which calls look for; raises ConfigurationError if one is cut off a text."""
+        ids, texts = self._real.convert_tokens_to_ids(tokens), self._text
+        if self._length is not None and isinstance(tokens, str):
+            texts = [texts] if isinstance(texts, str) else list(texts)
+            rows = self._real(texts, truncation=True, max_length=self._length)["input_ids"]
+            cut = [r.count(ids) < t.count(tokens) for r, t in zip(rows, texts, strict=True)]
+            if any(cut):
+                raise ConfigurationError(
+                    f"{sum(cut)} of {len(texts)} captions are too long: with their template they have more "
+                    f"than {self._length} tokens, and {tokens}, for which the call looks behind them, is cut off; "
+                    "shorten them, or raise max_sequence_length of the call"
+                )
+        return ids
 
 
 class PaddingProcessor(StandIn):

@@ -497,6 +497,12 @@ class Worker:
         """Reads weights that no earlier request has needed; returns further arguments of the sampler."""
         if self._weights is None:
             return {}
+        if more := self._model.state_dict().keys() - self._weights.names():
+            raise ConfigurationError(
+                f"the {type(self._model).__name__} has {len(more)} tensors, such as {min(more)}, that it did not "
+                "have when it was opened; weights are read at the first request, and nothing can be made of them "
+                "before, as fuse_qkv_projections does: leave that out, and open LoRA files by loras={FILE: SCALE}"
+            )
         absent = {name for name, p in self._model.named_parameters() if is_placeholder(p)}
         if self.options.method != "pipefusion" or self.place.links.num_ranks == 1:
             load_weights(self._model, self._weights, absent)

@@ -564,3 +564,15 @@ def test_settings_that_would_fail_later_are_refused(options, message, tmp_path):
     """History: these ended in a TypeError, took captions for masks, or trained on images."""
     with pytest.raises(ConfigurationError, match=message):
         ImageFolderDataModule(tmp_path, **options)
+
+
+def test_two_companions_of_one_image_are_refused_by_name(tmp_path):
+    """History: the last by name was taken without a word."""
+    (tmp_path / "masks").mkdir()
+    for name in ("a.png", "masks/a.png", "masks/a.webp"):
+        Image.new("RGB", (32, 32)).save(tmp_path / name)
+    listing = Listing(tmp_path, companions={"mask": "masks"}, needs_captions=False)
+    with pytest.raises(
+        DataError, match=r"a.png has 2 files as its mask: .*masks has a.png, a.webp"
+    ):
+        listing.read("raise")

@@ -256,6 +256,16 @@ def test_a_pipeline_that_mixes_the_image_into_its_noise_elsewhere_is_refused():
         module.setup("fit")
 
 
+@pytest.mark.parametrize("num_long", [1, 3])
+def test_captions_that_push_the_end_of_a_template_out_are_refused(num_long):
+    """History: one of three ended in torch's error about shapes, and three trained on states cut elsewhere."""
+    module, batch = module_of("hunyuan"), clips()
+    batch["caption"] = ["a caption of too many bytes"] * num_long + CAPTIONS[num_long:]
+    said = rf"{num_long} of 3 captions are too long.*max_sequence_length"
+    with pytest.raises(ConfigurationError, match=said):
+        loss_of(module, batch)
+
+
 def test_parts_of_a_pipeline_of_conditions_train_as_one_that_animates(tmp_path):
     parts = pipeline_of("ltx", tmp_path / "parts").components
     diffusers.LTXConditionPipeline(**parts).save_pretrained(tmp_path / "ltx")

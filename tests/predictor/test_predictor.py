@@ -467,6 +467,14 @@ def test_missing_weights_are_named(folder_of, tmp_path):
         Predictor.from_pretrained(path)
 
 
+def test_a_model_changed_before_its_weights_are_read_is_not_blamed_on_its_folder(folder_of):
+    predictor = Predictor.from_pretrained(folder_of("stable_diffusion"), method="single")
+    predictor.source.denoiser.fuse_qkv_projections()
+    said = r"UNet2DConditionModel has \d+ tensors.*weights are read at the first request.*leave that out"
+    with pytest.raises(ConfigurationError, match=said):
+        predictor(prompts_of("stable_diffusion"), **options_of("stable_diffusion"), **SETTINGS)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_skeleton_takes_no_memory_and_reads_by_name(dtype, folder_of):
     folder = folder_of("pixart") / "transformer"
