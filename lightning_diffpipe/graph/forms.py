@@ -132,9 +132,9 @@ class FormView(View):
 
     Attributes:
         counted: Counters of the step (`LayerGraph.counters`) after the latest batch.
-        looks_at_frozen: Runs note what frozen layers are given, with numbers for their results in place of NaN.
-        frozen_values: Tensors, numbers and strings that the latest such run gave to frozen layers, and that
-            containers of nothing else returned.
+        looks_at_frozen: In runs frozen layers return numbers in place of NaN.
+        frozen_values: Tensors, numbers and strings that the latest run gave to frozen layers, and that containers
+            of nothing else returned.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class FormView(View):
                     values.append(self.frozen_values)
                 self.count()
         self.looks_at_frozen = False
-        return not all(map(partial(_are_equal, *values[:1]), values[1:]))
+        return not all(bool(are_equal(values[0], later)) for later in values[1:])
 
     def count(self) -> None:
         """Sets counters of the step to what they are after the latest batch."""
@@ -488,10 +488,9 @@ class _FormRun(StubbedRun):
         return out
 
     def _note(self, tree: Any) -> None:
-        if self._view.looks_at_frozen:
-            self.frozen_values += (tensor.clone() for tensor in tensors_in(tree))
-            leaves = pytree.tree_leaves(tree)
-            self.frozen_values += (leaf for leaf in leaves if isinstance(leaf, CONSTANT_TYPES))
+        self.frozen_values += (tensor.clone() for tensor in tensors_in(tree))
+        leaves = pytree.tree_leaves(tree)
+        self.frozen_values += (leaf for leaf in leaves if isinstance(leaf, CONSTANT_TYPES))
 
     def ran(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """Runs an operator, and follows what is made of random numbers alone: coins are taken out of that."""
@@ -550,13 +549,19 @@ def _numbers_like(dummy: torch.Tensor) -> torch.Tensor:
     return torch.linspace(0.5, 1.5, dummy.numel(), device=dummy.device).to(dummy).view(dummy.shape)
 
 
-def _are_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    def equal(a: Any, b: Any) -> bool:
-        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-            return is_equal(a, b)
-        return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
-
-    return all(map(equal, some, others))  # up to the shorter: other calls are seen as such
+def are_equal(some: Sequence[Any], others: Sequence[Any]) -> torch.Tensor:
+    """Returns whether layers got the same, NaN included; waits for no GPU."""
+    constants_equal, tensors = True, list[tuple[torch.Tensor, torch.Tensor]]()
+    for a, b in zip(some, others, strict=False):  # other calls are seen as such
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape:
+            tensors.append((a, b))
+        else:
+            constants_equal = constants_equal and is_equal(a, b)
+    equal = torch.tensor(constants_equal)
+    for a, b in sorted(tensors, key=lambda pair: not pair[0].is_cpu):  # the host's first
+        same = ((a == b) | ((a != a) & (b != b))).all()
+        equal = equal.to(same.device, non_blocking=True) & same
+    return equal
 
 
 _SAMPLED, _LAYER = 1, 2  # what a value is made of: the larger one counts

@@ -429,3 +429,13 @@ def other_calls(expected: Sequence[str], got: Sequence[str]) -> str:
         "once for each sample: call it once for all samples of a microbatch (vae.disable_slicing(); all captions "
         "in one call of the text encoder), or move the loop inside the forward of one module"
     )
+
+
+def not_repeated(expected: Sequence[str], got: Sequence[str]) -> GraphError:
+    """Returns the error of a call sequence that a step does not take again when it is to be probed."""
+    return GraphError(
+        f"the step does not call the same {len(expected)} layers again with the same random numbers, counts and "
+        f"arguments ({first_difference(expected, got)}): something else decides, such as a count in a dict, a "
+        "class or a file. Keep it as a whole number in an attribute of the module that is set before training "
+        "(self.count = 0 in __init__), or let batch_idx or self.trainer.global_step decide"
+    )

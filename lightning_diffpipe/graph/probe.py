@@ -115,10 +115,12 @@ def reprobe(
         raise _other_sequence(graph.layer_names, new.layer_names)
     same_frozen = not same_calls or new.frozen == graph.frozen
     if not (same_frozen and new.trained <= graph.trained):
-        odd = sorted(new.trained - graph.trained) or ["the frozen layers"]
+        more = sorted(new.trained - graph.trained)
+        what = f"trains {more[0]}, which it did not" if more else "freezes other layers than"
         raise GraphError(
-            f"a batch {new.signature} trains other parameters than {graph.signature}, e.g. {odd[0]}; "
-            "every batch must train the same ones"
+            f"for a batch {new.signature} the step {what} when it was probed. A hook, or a key, value or shape of "
+            "the batch may decide that: let the first batch train all that any does (call the layer, and multiply "
+            "by 0 what shall not count), or move the branch inside the forward of one module"
         )
     if new.weighted != graph.weighted:
         raise GraphError(

@@ -28,7 +28,7 @@ from lightning_diffpipe.graph.forms import (
     survey,
     too_many_forms,
 )
-from lightning_diffpipe.graph.layer import LayerGraph, other_calls
+from lightning_diffpipe.graph.layer import LayerGraph, not_repeated
 from lightning_diffpipe.graph.probe import probe, probe_named
 from lightning_diffpipe.graph.rng import microbatch_seed
 from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step, take_samples
@@ -186,10 +186,7 @@ def _layers_and_forms(
         graph = probed(forms.widest.of_step(step))
         widest, forms = survey(module, step, batch, graph, seed_of, arguments, moments)
         if names_of(widest) != graph.layer_names:
-            raise GraphError(
-                "the form of the step with most calls cannot be probed: run again with what it drew, "
-                f"{other_calls(names_of(widest), graph.layer_names)}"
-            )
+            raise not_repeated(names_of(widest), graph.layer_names)
     elif forms.by_reads:
         graph = probed(forms.widest.of_step(step))
     if len(forms.exemplars) > MOST_FORMS:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import operator
 import sys
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.fakes import SHARED_ATTRIBUTES
-from lightning_diffpipe.graph.placement import own_tensors, readable
+from lightning_diffpipe.graph.placement import has_own_tensors, own_tensors, readable
 
 HooksOf = Mapping[nn.Parameter, tuple[Mapping[int, Callable[..., Any]], ...]]
 """By parameter, hooks on its gradient and those that follow its accumulation, by number."""
@@ -88,6 +89,7 @@ _MAPPINGS = (dict, types.MappingProxyType)
 _MOST_ENTRIES = 1000  # of a container that is searched for others: each step does
 _MOST_BYTES = 2**20  # of a tensor that is copied in case it is written in place
 _STATES: tuple[type, ...] = (bool, int, float, str, type(None), Tensor)
+_COUNTED = (int, float, str, itertools.count)
 _LIBRARIES = {"torch", "lightning", "lightning_utilities", "lightning_diffpipe"}
 _WITHOUT_STATE = _LIBRARIES | sys.stdlib_module_names - {"types", "argparse"}  # but for namespaces
 _MISSING = object()
@@ -215,6 +217,21 @@ def _attributes_restored(
             _refill(item, before)
         for owner, attributes, kinds in snapshots:
             _rebind(owner, attributes, kinds)
+
+
+def plain_state(root: nn.Module) -> dict[str, list[Any]]:
+    """Returns numbers, texts and counts that attributes of modules (no metrics), classes and files hold."""
+    codes = ((code.__name__, code) for code in _users_code(root))
+    modules = ((name, m) for name, m in root.named_modules() if not has_own_tensors(m))
+    held = lambda value: vars(value) if _entries_of(type(value)) is vars else value
+    return {
+        f"{prefix}.{name}".lstrip("."): [
+            repr(leaf) for leaf in pytree.tree_leaves(held(value)) if isinstance(leaf, _COUNTED)
+        ]
+        for prefix, owner in itertools.chain(modules, codes)
+        for name, value in vars(owner).items()
+        if name not in _OF_EVERY_MODULE and name[:2] != "__"
+    }
 
 
 def _may_be_written(value: Any) -> bool:

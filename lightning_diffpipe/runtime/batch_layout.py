@@ -173,6 +173,7 @@ class StepWork:
         frozen: The frozen parts; `None` if nothing is frozen.
         total_groups: Groups of samples in which all ranks encode them.
         early: They may be encoded in bubbles of batches before.
+        frozen_values: What they would have got when the batch was laid out, see `PartitionedStepCache`.
     """
 
     base: Schedule
@@ -183,6 +184,7 @@ class StepWork:
     frozen: FrozenWork | None
     total_groups: int
     early: bool
+    frozen_values: Sequence[Any]
 
 
 @dataclass(eq=False)
@@ -233,6 +235,7 @@ class BatchLayout:
             num_samples(batch, self.steps.form), self.schedule.num_microbatches
         )
         works = self._works(batch, sizes, batch_index, arguments)
+        inputs = self.steps.frozen_values
         views = [work.partitioned.frozen_view for work in works]
         splits: bool | None = None  # there is no frozen work
         if any(view.cut.layers for view in views):
@@ -254,7 +257,7 @@ class BatchLayout:
             )  # fmt: skip
         program = lowered.programs[mesh.local_rank]
         return StepWork(
-            base, lowered, program, messages, works, frozen, total, early=groups is not None
+            base, lowered, program, messages, works, frozen, total, groups is not None, inputs
         )
 
     def still_takes_its_forms(self, step: StepWork) -> bool:

@@ -32,7 +32,7 @@ from lightning_diffpipe.graph.forms import (
 )
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
-from lightning_diffpipe.graph.layer import LayerGraph, first_difference, other_calls
+from lightning_diffpipe.graph.layer import LayerGraph, first_difference, not_repeated
 from lightning_diffpipe.graph.probe import reprobe, require_unchanged
 from lightning_diffpipe.graph.side_effects import generators_preserved
 from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step, StepCall, batch_signature
@@ -63,6 +63,7 @@ class PartitionedStepCache:
         forms: Known call sequences, if there are several.
         recomputed: See `View`.
         stream: See `View`; None if the plan streams no layer of this rank.
+        frozen_values: What frozen layers get in the latest batch; of microbatches whose calls were looked for.
     """
 
     root: nn.Module
@@ -92,6 +93,7 @@ class PartitionedStepCache:
         self._made: dict[tuple[str, StepForm], PartitionedStep] = {}
         self._cut_steps: dict[tuple[str, PlacedCalls], PartitionedStep] = {}
         self._memo: Memo | None = None
+        self.frozen_values: list[Any] = []
         # Who has all layers can run whatever is called, and looks only where runs may differ. Of a step that has
         # not varied yet that would be a second run of its code for nothing.
         trials, is_alone = self.trials, self.placement.num_ranks == 1
@@ -143,11 +145,13 @@ class PartitionedStepCache:
                 self.root, graph, self.interception, self._dummies,
                 bears_nan=bool(self.trials.exemplars), by_reads=self.trials.by_reads,
             )  # fmt: skip
+        view, self.frozen_values = self._views[key], [] if is_first else self.frozen_values
         call = StepCall(self.step, self.root, microbatch, arguments, graph.batch_writes)
         if self._only_runs and not graph.counters:
             self._first = key, probed_form(graph)
         elif is_first or self.trials.throws_coins or self._first is None or self._first[0] != key:
-            self._first = key, self._views[key].form_of(call, seed, self._forms[key])
+            self._first = key, view.form_of(call, seed, self._forms[key])
+            self.frozen_values += view.frozen_values
         form = self._first[1]
         if (key, form) not in self._made:
             graph = self._graph_of(form, key, call, seed)
@@ -188,10 +192,7 @@ class PartitionedStepCache:
                 _, exemplar = self._views[key].exemplar(call, seed, call.arguments)
             graph = self._probed(key, call.batch, exemplar.of_step(self.step))
             if graph.layer_names != names:
-                raise GraphError(
-                    f"the step takes a form of {len(names)} layer calls that cannot be probed: run again with what "
-                    f"it drew, {other_calls(names, graph.layer_names)}"
-                )
+                raise not_repeated(names, graph.layer_names)
             self._add(graph, form if form.reads else None)
         return self._graphs[key][sequence]
 

@@ -46,6 +46,7 @@ from torch import Tensor
 
 from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.forms import are_equal
 from lightning_diffpipe.planning.filling import (
     LOOKAHEAD_BATCHES,
     SHARES_PERIOD,
@@ -120,6 +121,7 @@ class PreparedBatches:
         self._clock = clock
         self._prepared: deque[_Prepared] = deque()
         self._last: _Past | None = None
+        self._answer: tuple[Tensor, torch.cuda.Event | None, int] | None = None
         period = 1 if filling.lookahead_batches == 1 else SHARES_PERIOD
         self._shares = GroupShares(
             mesh.layout.ranks_per_pipeline,
@@ -135,7 +137,13 @@ class PreparedBatches:
         return sum(1 for prepared in self._prepared if prepared.batch_index > batch_index)
 
     def take(self, batch: Any, batch_index: int) -> StepWork | None:
-        """Returns what was prepared for a batch, or None; raises ConfigurationError if it was changed since."""
+        """Returns what was prepared for a batch, or None.
+
+        Raises:
+            ConfigurationError: The batch was changed since, or what the step makes of it for frozen layers, as it
+                depends on what a hook or the optimizer sets; of that GPUs tell in the batch after it.
+        """
+        self._examine()  # of a GPU, for which nobody has waited
         if not self._prepared:
             return None
         if self._prepared[0].batch_index != batch_index:
@@ -157,7 +165,22 @@ class PreparedBatches:
             if prepared.step.frozen is not None:
                 self.filler.drop_first()
             return None
+        equal = are_equal(prepared.step.frozen_values, self._layout.steps.frozen_values)
+        self._answer = (*begin_copy_to_host(equal), batch_index)
+        if self._answer[1] is None:
+            self._examine()
         return prepared.step
+
+    def _examine(self) -> None:
+        (equal, event, number), self._answer = self._answer or (True, None, 0), None
+        if event is not None:
+            event.synchronize()
+        if not equal:
+            raise ConfigurationError(
+                f"what training_step computes for frozen layers of batch {number} was changed after they had run "
+                "in bubbles of batches before: it depends on what a hook or the optimizer sets. Begin anew, or go "
+                "on from a checkpoint, with strategy.filling=none, so that they run when a batch is due"
+            )
 
     def prepare(self, upcoming: Upcoming, batch_index: int) -> None:
         """Lays out later batches, equally many on all ranks, so that their frozen layers can run in bubbles."""

@@ -7,9 +7,10 @@ a call of `.train()`, may change later what the step reads. Three things show it
     gradients    a parameter got one that had none coming, so that nobody would put it aside
     not finite   the loss is NaN: dummies are, so it may have read one
 
-With other modes the step is traced again, and if it has changed the run ends and says what was changed. A step that
-needs values runs for this on what a rank holds, with NaN for the rest; if that fails, a warning says what may be
-wrong. A loss or gradients that are not finite are allowed for some steps: training may diverge, too.
+With other modes, and when a loss is not finite for the first time, the step is traced again, and if it has changed
+the run ends and says what was changed. With other modes a step that needs values runs for this on what a rank
+holds, with NaN for the rest; if that fails, a warning says what may be wrong. A loss or gradients that are not
+finite are allowed for some steps: training may diverge, too.
 """
 
 import contextlib
@@ -76,6 +77,7 @@ class StepWatch:
         self._modes = self._current_modes()
         self._warned = False
         self._under_way: _Finite | None = None
+        self._latest: tuple[Any, ...] = ()
 
     def before_step(self, batch: Any, arguments: tuple[Any, ...]) -> None:
         """Looks at training flags; takes microseconds as long as they are as they were.
@@ -84,12 +86,11 @@ class StepWatch:
             ConfigurationError: They are not, and the step samples other random numbers or writes other
                 buffers because of it; names the modules.
         """
-        modes = self._current_modes()
+        modes, self._latest = self._current_modes(), (batch, arguments)
         if modes == self._modes:
             return
         try:
-            number, steps = self.layout.schedule.num_microbatches, self.layout.steps
-            steps.require_unchanged(microbatches(batch, number, steps.form)[0], arguments)
+            self._require_unchanged()
         except Exception as error:
             if isinstance(error, GraphError) or not self.layout.steps.needs_values:
                 raise ConfigurationError(
@@ -104,6 +105,11 @@ class StepWatch:
                 self._changed_modes(), type(error).__name__, error,
             )  # fmt: skip
         self._modes = modes
+
+    def _require_unchanged(self) -> None:
+        batch, arguments = self._latest
+        number, steps = self.layout.schedule.num_microbatches, self.layout.steps
+        steps.require_unchanged(microbatches(batch, number, steps.form)[0], arguments)
 
     def _changed_modes(self) -> str:
         changed = [
@@ -127,7 +133,7 @@ class StepWatch:
             gradients: Those of this rank, summed over all ranks and an accumulation window; None before its end.
 
         Raises:
-            GraphError: The step has changed since it was probed; says how.
+            GraphError: The step has changed since it was probed; says what it reads now.
         """
         for name, parameter in self.idle.items():
             if parameter.grad is not None:
@@ -182,6 +188,14 @@ class StepWatch:
             self.num_diverged = 0 if healthy else self.num_diverged + 1
         if not loss_is_finite and not self._warned:
             self._warned = True
+            try:
+                if self._latest and not self.layout.steps.needs_values:
+                    self._require_unchanged()
+            except GraphError as error:
+                said = f"the loss of batch {values.number} is not finite, as {error}. {_REMEDY}"
+                raise GraphError(said) from error
+            except Exception as error:  # of any code
+                _log.debug("whether the step has changed cannot be found out: %s", error)
             _log.warning("the loss of batch %d is not finite. %s", values.number, _NOT_FINITE)
 
     @contextlib.contextmanager

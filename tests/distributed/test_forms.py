@@ -8,7 +8,9 @@ weights NaN, and a term of the loss that came and went did so to the loss.
 
 import itertools
 import random
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
@@ -20,7 +22,10 @@ from torch.utils.data import DataLoader
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.forms import survey
+from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.probed_step import probe_step
+from lightning_diffpipe.training.verification import MeanCheck
 from tests.distributed.scenarios import Settings, assert_equal_runs, check_parity, fit, reference
 from tests.distributed.tiny import Stream
 from tests.nccl_like import pretend_nccl
@@ -42,7 +47,8 @@ class Varying(L.LightningModule):
     Args:
         what: What that is: a call of the only `frozen` layer, or of a `trained` one, a `parameter` that is read
             between layers, a `term` of the loss on a layer that nothing else reads, or a parameter in place of the
-            frozen layer (`replaced`); or frozen layers get another `input`, or another plain `number`.
+            frozen layer (`replaced`); or frozen layers get another `input`, or another plain `number`; or a
+            `hidden` state is a term of the loss.
         how: Where the coin falls so that it is `left out`, `added` or `repeated`.
         by: What the coin is.
     """
@@ -66,6 +72,7 @@ class Varying(L.LightningModule):
             "epoch": lambda: self.current_epoch >= 1,
             "last": lambda: batch_idx == 2,
             "hook": lambda: self.flag,
+            "rate": lambda: 100 * self.optimizers().param_groups[0]["lr"],
         }[self.by]()
         return {"left out": 1 - coin, "added": coin, "repeated": 1 + coin}[self.how]
 
@@ -82,6 +89,10 @@ class Varying(L.LightningModule):
             for _ in uses("parameter"):
                 s = s + self.null
         for index, block in enumerate(self.blocks):
+            if index == 1 and self.what == "hidden":
+                inside = block[0](x)
+                x = x + block[2](inside.tanh())
+                loss = loss + 0.3 * inside.square().mean() if times else loss
             for _ in uses("trained") if index == 2 else range(1):
                 x = x + block(x + s)
             if index == 1:
@@ -130,7 +141,7 @@ def settings_of(what, how, by, num_microbatches, strategy):
         trainer = {"max_epochs": 2, "limit_train_batches": 3}
     return Settings(
         {"what": what, "how": how, "by": by}, {"lengths": lengths, "batch_size": BATCH}, trainer,
-        {"num_microbatches": num_microbatches, **strategy}, Varying, Batches,
+        {"num_microbatches": num_microbatches, **strategy}, Flagged if by in ("hook", "rate") else Varying, Batches,
     )  # fmt: skip
 
 
@@ -218,19 +229,47 @@ def test_what_begins_or_ends_late_trains_like_one_process(num_ranks, rows):
 
 
 class Flagged(Varying):
-    """A hook decides, which nothing knows of before training."""
+    """A hook decides, or sets the learning rate, which nothing knows of before training."""
 
     flag = False
 
     def on_train_batch_start(self, batch, batch_idx):
         self.flag = batch_idx == 0
+        self.optimizers().param_groups[0]["lr"] = 1e-2 / (1 + batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("what", "by", "num_microbatches", "said"),
+    [
+        ("input", "hook", 1, "for frozen layers of batch 1 was .*filling=none"),
+        ("input", "rate", 2, "for frozen layers of batch 1 was .*filling=none"),
+        (
+            "hidden",
+            "hook",
+            2,
+            "the loss of batch 0 is not finite, as the loss, .* now reads output",
+        ),
+    ],
+)
+def test_what_hooks_set_unforeseen_ends_the_run(what, by, num_microbatches, said):
+    """History: frozen layers that ran ahead got what was set before, so that losses were silently others.
+
+    A term that a hook added made them NaN, with a warning that training may diverge.
+    """
+    settings = settings_of(what, "added", by, num_microbatches, {"num_stages": 2})
+    outcomes = [each for (each,) in run_ranks(fit_all, 2, [settings], 2, False)]
+    assert any(re.search(said, str(each)) for each in outcomes), outcomes
+
+
+def test_frozen_layers_that_run_when_due_get_what_hooks_set():
+    """The cure."""
+    rows = [("input", "added", by, number, False) for by, number in (("hook", 1), ("rate", 2))]
+    train_like_one_process(rows, 2)
 
 
 def test_a_term_that_is_left_out_unforeseen_ends_the_run():
     """History: its layer had a gradient of zeros, which made AdamW take another step without a word."""
-    settings = replace(
-        settings_of("term", "left out", "hook", 2, {"num_stages": 2}), module_class=Flagged
-    )
+    settings = settings_of("term", "left out", "hook", 2, {"num_stages": 2})
     settings.data["lengths"] = (2,)
     outcomes = [each for (each,) in run_ranks(fit_all, 2, [settings], 2, False)]
     assert any("Multiply by 0" in each for each in outcomes), outcomes
@@ -240,7 +279,7 @@ def test_a_term_that_is_left_out_unforeseen_ends_the_run():
 @pytest.mark.parametrize("how", ["left out", "repeated"])
 def test_one_rank_runs_what_no_trial_has_called(what, how):
     """It has all layers, so that it looks for call sequences only after one that was not probed."""
-    settings = replace(settings_of(what, how, "hook", 2, {"num_stages": 1}), module_class=Flagged)
+    settings = settings_of(what, how, "hook", 2, {"num_stages": 1})
     assert_equal_runs([fit(0, settings, 1)], reference(settings, 2), 1e-9)
 
 
@@ -355,3 +394,59 @@ def test_runs_in_search_of_coins(reads):
     assert most - 3 <= len(runs) <= most if most > 35 else len(runs) == most
     assert (forms.widest is not None) == (reads in ("torch's coin", "Python's coin"))
     assert forms.throws_coins == (most not in (2, 32))
+
+
+class Counting(nn.Sequential):
+    """Counts its steps somewhere."""
+
+    of_class = 0
+
+    def __init__(self):
+        super().__init__(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.seen, self.share, self.numbers = {"steps": 0}, 0.0, itertools.count(1)
+        self.place = SimpleNamespace(steps=0)
+
+    def count(self, where):
+        if where == "seen":
+            self.seen["steps"] += 1
+        elif where == "Counting.of_class":
+            Counting.of_class += 1
+        elif where == "share":
+            self.share += 1
+        elif where == "place":
+            self.place.steps += 1
+        else:
+            self.steps = getattr(self, "steps", 0) + 1
+        return {
+            "seen": lambda: self.seen["steps"], "Counting.of_class": lambda: Counting.of_class,
+            "share": lambda: int(self.share), "place": lambda: self.place.steps,
+            "numbers": lambda: next(self.numbers), "steps": lambda: self.steps,
+        }[where]()  # fmt: skip
+
+
+PLACES = ("seen", "Counting.of_class", "share", "place", "numbers")
+
+
+@pytest.mark.parametrize("where", [*PLACES, "steps"])
+def test_counts_that_runs_do_not_put_back_are_named(where):
+    """History: they counted microbatches, and the warning was that the loss is not a mean over samples."""
+    step = lambda module, batch: module(batch).square().mean() * module.count(where)
+    module = Counting()
+    probed = probe_step(module, step, torch.randn(4, 2), 4, seed=1)
+    with Interception(module).installed() as interception:
+        said = MeanCheck(probed, interception).difference(2)
+    assert said.startswith(f"training_step changes {where}, and runs for each of 2") or not said
+    assert bool(said) == (where in PLACES)
+
+
+@pytest.mark.parametrize("where", PLACES[:2])
+def test_counts_in_odd_places_that_decide_what_is_called_are_refused_with_a_cure(where):
+    def step(module, batch):
+        for _ in range(1 + module.count(where) % 2):
+            batch = module(batch)
+        return batch.square().mean()
+
+    with pytest.raises(
+        GraphError, match=r"something else decides, .* whole number in an attribute"
+    ):
+        probe_step(Counting(), step, torch.randn(4, 2), 4, seed=1)

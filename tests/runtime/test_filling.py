@@ -22,6 +22,7 @@ from lightning_diffpipe.planning.instruction import (
     Wait,
 )
 from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.runtime import upcoming
 from lightning_diffpipe.runtime.bubbles import Filler, FillingTimes
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.upcoming import (
@@ -428,8 +429,11 @@ def test_groups_do_not_depend_on_shares(sizes, num_ranks, group_size, data):
 def lookahead_batches(filling, backend):
     layout = RankLayout(2, Placement.of_replicas([1, 1]))
     mesh = SimpleNamespace(backend=backend, layout=layout, gathered=lambda numbers: [numbers] * 2)
-    steps = SimpleNamespace(mesh=mesh, num_encoding=None, still_takes_its_forms=lambda step: True)
-    return PreparedBatches(filling, steps, Clock())
+    layout = SimpleNamespace(
+        mesh=mesh, num_encoding=None, still_takes_its_forms=lambda step: True,
+        steps=SimpleNamespace(frozen_values=[torch.ones(2)]),
+    )  # fmt: skip
+    return PreparedBatches(filling, layout, Clock())
 
 
 def test_filling_until_a_message_arrives_is_refused_where_no_host_sees_it():
@@ -476,12 +480,30 @@ def test_pipelines_wait_for_each_other_once_for_each_batch_they_train_on(monkeyp
 )
 def test_a_batch_that_was_changed_after_its_frozen_layers_ran_is_refused(change):
     batch = {"image": torch.rand(4, 3), "caption": ["a", "b", "c", "d"], "scale": 2.0}
+    step = SimpleNamespace(frozen_values=[torch.ones(2)])
     for changed in (False, True):
         ahead = lookahead_batches(Filling(), "gloo")
-        ahead._prepared.append(_Prepared(0, _content(batch), "step 0"))
+        ahead._prepared.append(_Prepared(0, _content(batch), step))
         if not changed:
-            assert ahead.take(dict(batch), 0) == "step 0"
+            assert ahead.take(dict(batch), 0) is step
             continue
         change(batch)
         with pytest.raises(ConfigurationError, match="batch 0 was changed after frozen layers"):
             ahead.take(batch, 0)
+
+
+def test_a_gpu_says_in_the_next_batch_that_frozen_layers_would_have_got_something_else(monkeypatch):
+    """Nobody waits for it in the batch itself."""
+    waited = []
+    event = SimpleNamespace(synchronize=lambda: waited.append(1))
+    monkeypatch.setattr(upcoming, "begin_copy_to_host", lambda value: (value, event))
+    ahead, batch = lookahead_batches(Filling(), "gloo"), {"image": torch.rand(4, 3)}
+    for number, values in enumerate((torch.ones(2), torch.zeros(2), torch.ones(2))):
+        step = SimpleNamespace(frozen_values=[values])
+        ahead._prepared.append(_Prepared(number, _content(batch), step))
+    ahead.take(batch, 0)
+    assert not waited
+    ahead.take(batch, 1)
+    assert waited == [1]
+    with pytest.raises(ConfigurationError, match=r"layers of batch 1 was changed .*filling=none"):
+        ahead.take(batch, 2)
