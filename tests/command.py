@@ -32,6 +32,7 @@ def call(capsys, monkeypatch, *arguments):
         if sets_mode
         else mock.patch.object(Hydra, "get_mode", return_value=None)
     )
+    handlers = [*logging.root.handlers]
     try:
         with look:
             cli.main()
@@ -39,6 +40,7 @@ def call(capsys, monkeypatch, *arguments):
     except SystemExit as stop:
         code = stop.code
     finally:  # a handler writes to what this test has captured, and later tests log, too
+        logging.root.handlers[:] = handlers
         logger = logging.getLogger("lightning_diffpipe")
         logger.handlers.clear()
         logger.propagate = True

@@ -87,7 +87,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
             with contextlib.suppress(OSError):  # the same folder, where something is
                 Path(HydraConfig.get().runtime.output_dir).rmdir()
         try:
-            refuse_settings(config, hydra.compose(name), name)
+            refuse_settings(config, _expected(name), name)
             if "trainer" in config:
                 announce_loading()
             refuse_values(config)
@@ -152,13 +152,30 @@ def _reader_may_leave() -> Iterator[None]:
         sys.exit(141)
 
 
+def _expected(name: str) -> DictConfig:
+    """Returns the config of a verb without overrides, but with the groups it has only if they are chosen."""
+    config = hydra.compose(name, return_hydra_config=True)
+    options = config.hydra.runtime.choices
+    chosen = [
+        override
+        for override in HydraConfig.get().overrides.task
+        if options.get(override.partition("=")[0], "") is None
+    ]
+    return hydra.compose(name, overrides=chosen) if chosen else _without_hydra(config)
+
+
 def _composed(name: str, settings: Sequence[str]) -> DictConfig:
     """Composes the config of a verb once; `hydra.main` does so twice."""
     config = hydra.compose(name, overrides=[*settings], return_hydra_config=True)
     HydraConfig.instance().set_config(config)
-    of_verb = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    of_verb = _without_hydra(config)
     OmegaConf.set_struct(of_verb, True)
     return of_verb
+
+
+def _without_hydra(config: DictConfig) -> DictConfig:
+    """Returns the settings of a verb alone."""
+    return OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
 
 
 def _print_help(config: DictConfig) -> None:

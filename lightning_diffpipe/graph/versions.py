@@ -222,7 +222,10 @@ class Versions:
 
     def _now(self) -> _State:
         # The tensors themselves, as the identity of one that is gone may be given to another.
-        tensors = [held.get(key) for held, key in self._places]
+        tensors = [
+            held[key] if key in held else None  # noqa: SIM401, as scripted modules' have no `get`
+            for held, key in self._places
+        ]
         present = [tensor for tensor in tensors if tensor is not None]
         versions = [0 if tensor.is_inference() else tensor._version for tensor in present]
         return tensors, versions, list(map(Tensor.data_ptr, present))
