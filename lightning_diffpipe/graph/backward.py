@@ -105,9 +105,8 @@ def input_gradients(
     norm = "NativeGroupNormBackward0"
     undivided = [n for n in weights_of if isinstance(n, BackwardCFunction) or n.name() == norm]
     early_weights = [weight for node in undivided for weight in weights_of.pop(node)]
-    recorded: dict[
-        Node, tuple[Tensor | None, ...]
-    ] = {}  # gradients that flow into each of the other nodes
+    # Gradients that flow into each of the other nodes.
+    recorded: dict[Node, tuple[Tensor | None, ...]] = {}
     handles = [node.register_prehook(partial(recorded.__setitem__, node)) for node in weights_of]
     edges = [GradientEdge(node, number) for node, number in shared]
     pairs = list(zip(roots, flows, strict=True))

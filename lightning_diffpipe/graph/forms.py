@@ -163,9 +163,7 @@ class FormView(View):
         metrics = {name for name, module in root.named_modules() if has_own_tensors(module)}
         self._owners = [root.get_submodule(name) for name in sorted(owners | metrics)]
 
-    def form_of(
-        self, call: Callable[[], Any], seed: int, known: Collection[StepForm] = ()
-    ) -> StepForm:
+    def form_of(self, call: StepCall, seed: int, known: Collection[StepForm] = ()) -> StepForm:
         """Returns the call sequence of one microbatch; one of those that are known, or another.
 
         Args:
@@ -199,9 +197,7 @@ class FormView(View):
         assert form is not None
         return form
 
-    def extreme_form(
-        self, call: Callable[[], Any], seed: int, sides: Sequence[bool]
-    ) -> StepForm | None:
+    def extreme_form(self, call: StepCall, seed: int, sides: Sequence[bool]) -> StepForm | None:
         """Returns the call sequence if random numbers are extremes; None if they cannot be, or on an error."""
         extremes = rng.Extremes(sides)
         sampling = rng.isolated_random_numbers(seed)
@@ -211,7 +207,7 @@ class FormView(View):
             return form if extremes.sees_all else None
         return None
 
-    def moves_frozen(self, call: Callable[[], Any], seed: int, moments: Sequence[Moment]) -> bool:
+    def moves_frozen(self, call: StepCall, seed: int, moments: Sequence[Moment]) -> bool:
         """Returns whether frozen layers get other values at later moments, or when the step has counted on."""
         if not self.graph.frozen:
             return False
@@ -234,7 +230,7 @@ class FormView(View):
     def _run(self, known: Collection[_Pattern] | None) -> _FormRun:
         return _FormRun(self, known, self._lenient, self._counters)
 
-    def _walked(self, run: _FormRun, call: Callable[[], Any], seed: int) -> StepForm | None:
+    def _walked(self, run: _FormRun, call: StepCall, seed: int) -> StepForm | None:
         with self.interception.running(run), _Operators(run) if self.by_reads else _NOTHING:
             rng.seed_all(seed, host=True)
             form = run.form_of(call)
@@ -244,7 +240,7 @@ class FormView(View):
         return form
 
     def exemplar(
-        self, call: Callable[[], Any], seed: int, arguments: tuple[Any, ...] = ()
+        self, call: StepCall, seed: int, arguments: tuple[Any, ...] = ()
     ) -> tuple[StepForm, Exemplar]:
         """Returns the call sequence of one microbatch, and its exemplar; arguments as for `form_of`."""
         run, counted = self._run(None), self._counters.capture()
@@ -449,6 +445,7 @@ class _FormRun(StubbedRun):
         for layer in view.graph.layers:
             self._layers[layer.name].append(layer)
         self._counts: dict[str, int] = defaultdict(int)
+        self._batch_keys: set[Any] = set()  # of memory that the batch has
         self.frozen_values: list[Any] = []
 
     @property
@@ -456,8 +453,9 @@ class _FormRun(StubbedRun):
         """Layers that were called so far."""
         return len(self._calls)
 
-    def form_of(self, call: Callable[[], Any]) -> StepForm | None:
+    def form_of(self, call: StepCall) -> StepForm | None:
         """Returns the call sequence; None if it is none of those that are known."""
+        self._batch_keys = set(map(storage_key, tensors_in(call.batch)))
         hooks = NoHooksWithoutGradients() if self._view.graph.hooks else contextlib.nullcontext()
         with contextlib.suppress(Stop), torch.enable_grad(), hooks:
             self.see(call())
@@ -488,7 +486,11 @@ class _FormRun(StubbedRun):
         return out
 
     def _note(self, tree: Any) -> None:
-        self.frozen_values += (tensor.clone() for tensor in tensors_in(tree))
+        # The batch stays as it is, and may be large; anything else the step may write in place later.
+        self.frozen_values += (
+            tensor if storage_key(tensor) in self._batch_keys else tensor.clone()
+            for tensor in tensors_in(tree)
+        )
         leaves = pytree.tree_leaves(tree)
         self.frozen_values += (leaf for leaf in leaves if isinstance(leaf, CONSTANT_TYPES))
 
@@ -528,9 +530,8 @@ class _FormRun(StubbedRun):
         layer = self._layers[name][min(count, len(self._layers[name]) - 1)]
         if layer.frozen:
             self._note((args, kwargs))
-        for _ in range(
-            layer.num_seeds
-        ):  # as its real call would, so that later numbers are the same
+        # As its real call would, so that later numbers are the same.
+        for _ in range(layer.num_seeds):
             rng.draw_seed()
         position, has_grad = len(self._calls), torch.is_grad_enabled()
         self._calls.append((name, has_grad))

@@ -157,9 +157,11 @@ def around_updates(
 
         def computed() -> Any:
             outer, steps[:] = steps.copy(), []  # a closure may step as well, as without a flush
-            loss = closure() if closure else None
-            before()
-            steps[:] = outer
+            try:
+                loss = closure() if closure else None
+                before()
+            finally:  # an optimizer may catch what a closure raises
+                steps[:] = outer
             return loss
 
         return (args[:1], {**kwargs, "closure": computed}) if closure else computed()

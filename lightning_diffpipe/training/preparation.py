@@ -49,6 +49,7 @@ from lightning_diffpipe.training.plan_source import (
     planned_layers,
 )
 from lightning_diffpipe.training.refusals import (
+    refuse_ahead,
     refuse_one_chain,
     refuse_untrainable,
     warn_of_whole_compiled,
@@ -130,14 +131,14 @@ def _probed_and_planned(
         with raised_by_all():
             require_equal(probed.graph.digest, world)
             refuse_one_chain(probed.chains, options)
-    if probed.forms.moves_frozen and process.world_size > 1:
-        _log.info(
-            "what frozen layers get depends on the step's number: they run when a batch is due"
-        )
+    if probed.forms.moves_frozen and options.plan is None and process.world_size > 1:
+        _log.info("what frozen layers get follows the step: they run when a batch is due")
         options = replace(options, filling="none")
     warn_of_whole_compiled(module, probed.graph)
     with bar(shows, "timing layers and links, and planning", stays=False) as report:
         basis = basis_of(probed, options, process, world, report)
         plan = plan_of_rank_0(probed, basis, options, process, world)
+    with raised_by_all():
+        refuse_ahead(plan, probed)
     close_group(world)
     return probed, seed, plan, basis

@@ -44,6 +44,7 @@ from lightning_diffpipe.graph.calltree import (
 from lightning_diffpipe.graph.chains import Chains
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.probed_step import ProbedStep
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Schedule
@@ -369,6 +370,16 @@ def refuse_one_chain(chains: Chains, options: PipelineOptions) -> None:
         raise ConfigurationError(
             f"schedule={options.schedule} runs backbones in opposite directions that know nothing of each other, "
             f"but in this step {chains.joined_by}"
+        )
+
+
+def refuse_ahead(plan: PipelinePlan, probed: ProbedStep) -> None:
+    """Refuses a plan by which frozen layers run ahead, if they would get what was right for an earlier step."""
+    if probed.forms.moves_frozen and plan.ranks_per_pipeline > 1 and plan.options.filling != "none":
+        raise PlanError(
+            f"the plan has filling={plan.options.filling}, by which frozen layers run for later batches, but what "
+            "they get follows the step (global_step, current_epoch or a counter); plan again with "
+            "strategy.filling=none"
         )
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.errors import GraphError, PlanError
 from lightning_diffpipe.graph.forms import survey
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.probe import probe
@@ -281,6 +281,20 @@ def test_one_rank_runs_what_no_trial_has_called(what, how):
     """It has all layers, so that it looks for call sequences only after one that was not probed."""
     settings = settings_of(what, how, "hook", 2, {"num_stages": 1})
     assert_equal_runs([fit(0, settings, 1)], reference(settings, 2), 1e-9)
+
+
+def fit_by_a_plan_that_fills(rank, world_size):
+    """Plans where frozen input follows the number of the batch, and trains where it follows the step."""
+    strategy = {"num_stages": 2, "filling": "shares"}
+    plan = fit(rank, settings_of("input", "added", "batch_idx", 2, strategy), world_size).plan
+    with pytest.raises(PlanError, match=r"follows the step .*plan again with strategy\.filling=none"):
+        fit(rank, settings_of("input", "added", "step", 2, {"plan": plan}), world_size)
+    return plan.options.filling
+
+
+def test_a_plan_that_fills_is_refused_where_frozen_input_follows_the_step():
+    """History: it was refused as if `filling=none` had been asked for, and the advice was to leave that out."""
+    assert run_ranks(fit_by_a_plan_that_fills, 2, 2) == ["shares", "shares"]
 
 
 class Unsized(Batches):
