@@ -151,19 +151,19 @@ class Predictor:
             warmup_steps: Sampler warm-up: synchronous steps at the start, `"auto"` until latents hardly change, or
                 None for what suits the method, which for DistriFusion is better than the default.
             device: Device to compute on; None takes this rank's GPU, or the CPU.
-            dtype: Of all weights; None for that in which the denoiser is stored.
-            variant: Of the files of a diffusers folder, such as `"fp16"` for `*.fp16.safetensors`.
+            dtype: Type of all weights; None for that in which the denoiser is stored.
+            variant: Variant of the files of a diffusers folder, such as `"fp16"` for `*.fp16.safetensors`.
             timeout_s: Longest wait for a message, or for the next denoising step of a rank, in seconds.
             busy_timeout_s: Longest time, in seconds, in which a rank that reads, probes or encodes may give no sign
                 of progress while another waits; None leaves half an hour, or what a Predictor or a strategy has set
                 in this process.
             ema: Take the averaged weights of a checkpoint that has some.
-            alone: In this process only, whatever process groups there are.
+            alone: Whether to sample in this process only, whatever process groups there are.
             loras: Scale of each LoRA file, or folder of one, such as `{"style": 0.8}`; added as weights are read.
             vae_tiling: Decode tile by tile, in less memory; images differ a little.
             vae_slicing: Decode image by image.
-            pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, or a class of your own, in
-                place of the folder's.
+            pipeline_class: Name of a class of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, or a class of
+                your own, in place of the folder's.
             ip_adapters: Scale of each IP-Adapter's file, or another value for `set_ip_adapter_scale`. The image
                 encoder is the pipeline's, the folder `image_encoder` next to a file, or given as `image_encoder=`.
             base: Folder or hub id of the model below the adapters of a checkpoint; None for that which it names.

@@ -306,7 +306,7 @@ def torchao_weight(name: str, tensors: Mapping[str, Tensor], header: str) -> Tor
     """Returns a weight that torchao has stored.
 
     Args:
-        name: Of the weight.
+        name: Name of the weight.
         tensors: By their stored names.
         header: Entry of the weight in the header of the file.
 

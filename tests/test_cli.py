@@ -50,7 +50,7 @@ def test_without_a_verb_all_verbs_are_listed(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [("plan", "--help"), ("train", "--help"), ("show", "none")])
-def test_what_only_prints_composes_its_config_once(arguments, capsys, monkeypatch):
+def test_what_only_prints_composes_its_config_without_hydra_main(arguments, capsys, monkeypatch):
     """History: `hydra.main` does so twice, and for `--help` a hundred times, three times as long as its import."""
     composed, begin = [], ConfigLoaderImpl._parse_overrides_and_create_caching_repo
 
@@ -336,6 +336,8 @@ def test_a_config_that_empties_a_group_is_refused(verb, tmp_path, capsys, monkey
         (["train", "+foo=1"], "foo changes nothing, as no setting has this name or refers to it"),
         (["train", "+optimizer.lr=1", "+rate=1"], "optimizer changes nothing"),
         (["plan", "+foo.name=1"], "foo changes nothing"),
+        # History: it stands in the names of others (trainer.accelerator), which was taken for being read.
+        (["profile", "+accelerator=gpu"], "accelerator changes nothing"),
         (["train", "+rate=1", "model.optimization.lr=${rate}", "seed=-1"], "seed must be a whole number >= 0"),
         (["sample", "~prompts"], "the setting prompts has been deleted; leave ~ out"),
         (["sample", "~trainer.devices"], "the setting devices has been deleted; leave ~ out"),

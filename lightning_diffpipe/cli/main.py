@@ -134,7 +134,7 @@ def _call(name: str, task: Callable[[DictConfig], Any]) -> None:
     if helps or plain:
         with _reader_may_leave(), hydra.initialize_config_module(_CONF, version_base="1.3"):
             config = _composed(name, settings)
-            _print_help(config) if helps else task(config)
+            (_print_help if helps else task)(config)
     else:
         prints = name in _PRINTING or {f.partition("=")[0] for f in flags} & _PRINTED
         with _reader_may_leave() if prints else contextlib.nullcontext():
@@ -165,7 +165,7 @@ def _expected(name: str) -> DictConfig:
 
 
 def _composed(name: str, settings: Sequence[str]) -> DictConfig:
-    """Composes the config of a verb once; `hydra.main` does so twice."""
+    """Composes the config of a verb; `hydra.main` would do so twice."""
     config = hydra.compose(name, overrides=[*settings], return_hydra_config=True)
     HydraConfig.instance().set_config(config)
     of_verb = _without_hydra(config)

@@ -18,7 +18,7 @@ import contextlib
 import csv
 import io
 import json
-import logging
+import mimetypes
 import stat
 import unicodedata
 from collections import Counter
@@ -28,10 +28,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from lightning_diffpipe.data.pixels import IMAGES, VIDEOS
 from lightning_diffpipe.errors import ConfigurationError, DataError
 
-_log = logging.getLogger(__name__)
 METADATA = ("metadata.jsonl", "metadata.csv")
 
 
@@ -191,15 +192,10 @@ class Listing:
         if self.has_videos:  # folders of frames
             folders = {path: _nfc(path.name) for path in paths if path.is_dir()}
             images |= {path: name for path, name in folders.items() if name in texts}
-        known = {*endings, ".txt"}
-        others = Counter(p.suffix for p in paths if p.suffix.lower() not in known and p.is_file())
-        if others:
-            counts = ", ".join(
-                f"{count} {suffix or 'without any'}" for suffix, count in others.items()
-            )
-            _log.warning(
-                "%s: by their endings no %ss, not trained on: %s", self.folder, kind, counts
-            )
+        passed_over = Counter(path.suffix for path in paths if path not in images and _shows(path))
+        if passed_over:
+            counts = ", ".join(f"{count} {suffix}" for suffix, count in passed_over.items())
+            rank_zero_warn(f"{self.folder}: not trained on, by their endings: {counts}")
         names_by_problem = {
             f"caption files have no {kind} beside them": [
                 text.name for stem, text in texts.items() if stem not in images.values()
@@ -269,6 +265,11 @@ class Listing:
         if not status.st_size:
             raise DataError(f"{where}: {path} is empty (0 bytes)")
         return path
+
+
+def _shows(path: Path) -> bool:
+    """Returns whether a file is an image or a video of any kind, by its ending."""
+    return (mimetypes.guess_type(path.name)[0] or "").startswith(("image/", "video/"))
 
 
 def _stem(path: Path) -> str:

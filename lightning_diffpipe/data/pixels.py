@@ -27,7 +27,9 @@ from torch import Tensor
 from lightning_diffpipe.data.captioned import Sample
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_flags, require_number
 
-IMAGES = frozenset({".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
+IMAGES = frozenset(
+    {".avif", ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+)
 VIDEOS = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"})
 """Endings by which files are found where no listing names them."""
 
@@ -318,7 +320,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _shown(frame: Any, container: Any) -> Image.Image:
-    """Returns a frame as viewers show it: turned as the camera was held, with pixels that are squares."""
+    """Returns a frame as viewers show it: rotated as recorded, and scaled to square pixels."""
     image = Image.fromarray(frame.to_ndarray(format="rgba"))
     if ratio := container.streams.video[0].sample_aspect_ratio:  # None and 0: squares
         image = image.resize((max(1, round(image.width * ratio)), image.height))

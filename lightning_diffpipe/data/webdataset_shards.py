@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import re
 import tarfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,9 +42,9 @@ _IMAGES = ("jpg", "jpeg", "png", "webp")
 
 
 class _Member(tarfile.TarInfo):
-    """A header of a tar file, where only the zeros that end an archive end it.
+    """A tar header that raises where an archive is cut short.
 
-    By itself Python also takes a header that is cut short, missing or broken for the end, but for the first one.
+    Python takes a truncated, missing or broken header after the first one for the end of the archive.
     """
 
     @classmethod
@@ -226,12 +227,10 @@ class WebDatasetDataModule(CaptionedDataModule):
             try:
                 with tarfile.open(None, "r|*", shard["stream"], tarinfo=_Member) as archive:
                     for member in archive:
-                        if (file := archive.extractfile(member)) is not None:
-                            yield {
-                                "fname": member.name,
-                                "data": file.read(),
-                                "__url__": shard["url"],
-                            }
+                        # As webdataset does: no links and folders, and nothing about the archive itself.
+                        if member.isreg() and not re.match(r"__[^/]*__($|/)", member.name):
+                            data = archive.extractfile(member).read()  # type: ignore[union-attr]
+                            yield {"fname": member.name, "data": data, "__url__": shard["url"]}
                         archive.members = []  # type: ignore[attr-defined]
             except Exception as error:  # of the archive, or of what unpacks or fetches it
                 error.args = (*error.args, shard["url"])

@@ -254,7 +254,7 @@ class StepProbe:
             glue_writes=frozenset(tracer.provenance.glue_writes),
             glue_parameter_writes=frozenset(tracer.provenance.glue_parameter_writes),
             autocast=frozenset(tracer.autocast),
-            # Calls that are known from before have noted these then.
+            # A call that is answered from an earlier trace does not run; its generators are those of that graph.
             generators=tracer.provenance.generators.found()
             | (known.generators if known else frozenset()),
             toggled=tracer.attributes.toggled(),

@@ -298,6 +298,10 @@ class Forms:
     read: frozenset[str] = frozenset()
     moves_frozen: bool = False
 
+    def widest_of(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a step that takes its longest call sequence."""
+        return self.widest.of_step(step) if self.widest else step
+
     @property
     def widest(self) -> Exemplar | None:
         """The exemplar of the sequence that is planned; None if there is only one."""

@@ -278,10 +278,8 @@ def _on_fakes(
     step_probe: StepProbe, work: Callable[[StepProbe], LayerGraph], mode: TrackedFakeMode
 ) -> LayerGraph:
     """Works on a fake copy, which dies with this frame, before `forget_fakes` looks for what survived."""
-    with (
-        fakes_failing_quietly(),
-        untouched(step_probe.module, ()),
-    ):  # the probe goes on with real ones
+    # What fakes do not know is no error: the probe goes on with real values.
+    with fakes_failing_quietly(), untouched(step_probe.module, ()):
         return work(step_probe.on_fakes(mode))
 
 

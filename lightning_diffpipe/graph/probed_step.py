@@ -1,9 +1,9 @@
-"""What there is to know of a step before anything is timed or planned: its layers, call sequences and chains.
+"""Probes a step once, before anything is timed or planned: its layers, call sequences and chains.
 
     probe -> coins? -> probe of the longest call sequence -> chains -> does one sample suffice?
 
-All of it is found out here and handed on once, as a `ProbedStep`: profiling times its layers, planning shares them
-among ranks, and neither looks at the step again.
+All of it is found here and returned as a `ProbedStep`: profiling times its layers, planning shares them among
+ranks, and neither looks at the step again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ProbedStep:
     @property
     def widest(self) -> Step:
         """The step in the form of the graph."""
-        return self.forms.widest.of_step(self.step) if self.forms.widest else self.step
+        return self.forms.widest_of(self.step)
 
     @property
     def forms_seen(self) -> FormsSeen | None:
@@ -119,7 +119,7 @@ def probe_step(
         graph, forms = _layers_and_forms(
             module, step, small, form, seed, planned, arguments, moments
         )
-    widest = forms.widest.of_step(step) if forms.widest else step
+    widest = forms.widest_of(step)
     chains, least = find_chains(module, widest, small, graph), 1
     if num_samples > 1 and any(isinstance(m, _BatchNorm) and m.training for m in module.modules()):
         least = _least_samples(module, widest, take_samples(batch, num_samples, 1, split), graph)
@@ -181,7 +181,7 @@ def _layers_and_forms(
         return graph, forms
     if graph.generators:
         refuse_own_generators(graph)
-    # Values of coins, say, which are known now.
+    # The probe may have needed values of coins, which the longest sequence fixes.
     if names_of(widest) != graph.layer_names or graph.needs_values:
         graph = probed(forms.widest.of_step(step))
         widest, forms = survey(module, step, batch, graph, seed_of, arguments, moments)

@@ -87,7 +87,8 @@ class CallResults:
 class Repeats:
     """Recognises calls of modules, of those in `names`, that have run with equal ones in their place.
 
-    Calls of `layers`, out of which no value gets but by being returned, are also those of an earlier trace.
+    A call of one of `layers` is also answered by its own run in an earlier trace, as its values leave it only by
+    being returned.
 
     Attributes:
         candidates: Names of the modules of which there are others that are equal, outermost ones, and of layers.

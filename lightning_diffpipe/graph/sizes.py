@@ -38,6 +38,15 @@ def encoder_name(layer: Layer) -> str:
     return f"frozen {layer.name.partition('.')[0]}"
 
 
+def layers_by_encoder(graph: LayerGraph) -> dict[str, list[Layer]]:
+    """Returns frozen layers by the name of their encoder, in the order of the calls."""
+    groups: dict[str, list[Layer]] = {}
+    for index in graph.frozen:
+        layer = graph.layers[index]
+        groups.setdefault(encoder_name(layer), []).append(layer)
+    return groups
+
+
 def layer_sizes(module: nn.Module, graph: LayerGraph, name: str | None = None) -> ModelProfile:
     """Returns a profile without times: one backbone, the trained path, and one encoder per frozen top-level module.
 
@@ -78,21 +87,14 @@ def layer_sizes(module: nn.Module, graph: LayerGraph, name: str | None = None) -
                 streamable_bytes=sum(map(held_bytes, streams[layer.name].values())),
             )
         )
-    backbone = BackboneProfile(
-        "backbone", tuple(layers), skips=skips(graph), passes=passes(graph)
-    )  # fmt: skip
+    backbone = BackboneProfile("backbone", tuple(layers), skips=skips(graph), passes=passes(graph))
     return ModelProfile(name or type(module).__name__, (backbone,), _encoders(graph, sizes))
 
 
 def _encoders(graph: LayerGraph, sizes: Mapping[str, int]) -> tuple[EncoderProfile, ...]:
     """Returns frozen layers, grouped by the top-level module they belong to."""
-    groups: dict[str, list[Layer]] = {}
-    samples = graph.num_samples or 1
-    for index in graph.frozen:
-        layer = graph.layers[index]
-        groups.setdefault(encoder_name(layer), []).append(layer)
-    profiles: list[EncoderProfile] = []
-    for name, layers in groups.items():
+    samples, profiles = graph.num_samples or 1, list[EncoderProfile]()
+    for name, layers in layers_by_encoder(graph).items():
         needed = {encoder_name(graph.layers[d]) for layer in layers for d in layer.deps}
         earlier = {profile.name for profile in profiles}
         entries, claimed = [], set[str]()
@@ -113,7 +115,7 @@ def boundary_bytes(graph: LayerGraph) -> tuple[int, ...]:
     the batch the graph was probed with; what the loss reads crosses the end.
     """
     path = graph.path
-    foldable = {call for call in graph.calls if _folds(graph, call)}
+    foldable = _foldable(graph)
     crossing: set[Value] = set(graph.stream(len(graph.layers)))
     sizes = [0] * (len(path) + 1)
     for k in range(len(path), 0, -1):
@@ -148,7 +150,7 @@ def skips(graph: LayerGraph) -> tuple[Skip, ...]:
     """Returns tensors of the path that are read far after they are made, those of a container by its last layer."""
     path, samples = graph.path, graph.num_samples or 1
     at = {layer: position for position, layer in enumerate(path)}
-    foldable = {call for call in graph.calls if _folds(graph, call)}
+    foldable = _foldable(graph)
     readers: dict[Value, set[int]] = {}
     for position, reader in enumerate((*path, len(graph.layers))):
         stack, seen = list(graph.stream(reader)), set[Value]()
@@ -174,11 +176,15 @@ def skips(graph: LayerGraph) -> tuple[Skip, ...]:
     return tuple(Skip(size // samples, maker, later) for size, maker, later in sorted(long_reads))
 
 
-def _folds(graph: LayerGraph, call: ContainerCall) -> bool:
-    """Returns whether a container becomes one layer of a stage if it is within it."""
-    on_path = any(not graph.layers[i].frozen for i in range(call.first, call.stop))
-    stays = call.draws_random or call.name in graph.leaky or graph.is_mixed(call)
-    return on_path and not stays
+def _foldable(graph: LayerGraph) -> set[ContainerCall]:
+    """Returns the containers that become one layer of a stage if they are within it."""
+
+    def folds(call: ContainerCall) -> bool:
+        on_path = any(not graph.layers[i].frozen for i in range(call.first, call.stop))
+        stays = call.draws_random or call.name in graph.leaky or graph.is_mixed(call)
+        return on_path and not stays
+
+    return set(filter(folds, graph.calls))
 
 
 def equal_layers(module: nn.Module, graph: LayerGraph) -> list[list[int]]:

@@ -80,7 +80,7 @@ class _Slot:
     Attributes:
         views: By layer, for each of its parameters the part of the memory where its value goes, or a quantized
             parameter of such parts.
-        address: Of the storage that the memory is a part of.
+        address: Address of the storage that the memory is a part of.
         layer: The layer whose weights it has, or will have when `wait` has returned.
         wait: Waits for the copy.
         values: While open, parameters of the layer have their values.

@@ -40,7 +40,7 @@ class Lora:
         alpha: Their outputs are scaled by `alpha / rank`; None for the rank.
         targets: Names of layers that get one, by their last components (`to_q`), or one regular expression for
             whole names.
-        dropout: Of their inputs.
+        dropout: Dropout of their inputs.
         store_all: Checkpoints hold the frozen weights as well, also where they are as they were read from a folder;
             else they name that folder, and are small.
         lora_from: A file, or a folder with one, to go on from, also one of another program: of the parts that it
@@ -204,7 +204,7 @@ def stored_name(part: str, key: str) -> str:
 
     Args:
         part: Name of the part in its pipeline.
-        key: Of the weight in the part, as peft has it.
+        key: Key of the weight in the part, as peft has it.
 
     Example:
         >>> stored_name("unet", "mid_block.attn1.to_out.0.lora_B.weight")
@@ -312,9 +312,9 @@ def refuse_others(
     """Refuses a checkpoint whose adapters of a part are not those that the part has now.
 
     Args:
-        name: Of the part in its pipeline.
+        name: Name of the part in its pipeline.
         part: The part now.
-        settings: Of its adapters in the checkpoint, as of `settings_of`.
+        settings: Settings of its adapters in the checkpoint, as of `settings_of`.
         stored: Its weights in the checkpoint.
 
     Raises:

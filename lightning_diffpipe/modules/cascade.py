@@ -183,7 +183,7 @@ class CascadedDiffusion(PartsModule):
             prompts: Texts, one for each image.
             num_inference_steps: Denoising steps of each.
             guidance_scale: Strength of classifier-free guidance; 1 for none.
-            generator: Of all noise; its device may be another.
+            generator: Generator of all noise; its device may be another.
             noise_level: Level of the noise added to the base's images, in [0, 1]; CDM tries several after training.
             small: Images to upscale, `(len(prompts), 3, h, w)` in [0, 1]; sampled by the base if not given.
 

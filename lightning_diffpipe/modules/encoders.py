@@ -56,7 +56,7 @@ def attention_bias(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         attention_mask: 1 where there is a token, `(B, L)`.
-        dtype: Of the text encoder.
+        dtype: Type of the text encoder.
 
     Returns:
         Zero where there is a token and a large negative number elsewhere, `(B, 1, L, L)`.

@@ -370,7 +370,7 @@ class LatentDiffusion(PartsModule):
             prompts: Texts, one for each image.
             num_inference_steps: Denoising steps.
             guidance_scale: Strength of classifier-free guidance; 1 for none.
-            generator: Of the start noise (and of a stochastic scheduler); its device may be another.
+            generator: Generator of the start noise (and of a stochastic scheduler); its device may be another.
             height: In pixels; that of the training images if not given.
             width: In pixels.
 
@@ -424,8 +424,9 @@ class LatentDiffusion(PartsModule):
 
         Args:
             batch: Captions, or a batch of training data with `caption`.
-            batch_idx: Of the batches of this share. With its place among those of all shares, it makes the seed of
-                the start noise, so that with one caption in a batch images do not depend on their number.
+            batch_idx: Number of the batch among those of this share. With its place among those of all shares, it
+                makes the seed of the start noise, so that with one caption in a batch images do not depend on their
+                number.
 
         Returns:
             One image per caption.
@@ -469,7 +470,7 @@ def denoised(
             of which has no caption.
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance; 1 for none.
-        generator: Of a stochastic scheduler.
+        generator: Generator of a stochastic scheduler.
     """
     scheduler = copy.deepcopy(scheduler)  # schedulers count their steps
     scheduler.set_timesteps(num_inference_steps, device=noise.device)

@@ -50,8 +50,8 @@ class Noise:
             it depends on the size; `"size"` for that, as sampling does, with tokens of 2 x 2 latents.
         preconditioned: Losses of flow matching are those of the clean latents that a prediction stands for.
         offset: Noise has a part that is the same all over a channel, of this deviation.
-        loss: Of an error d: `"mse"` for its square; `"huber"` for `2 c (sqrt(d d + c c) - c)`, its square if small,
-            and `"smooth_l1"` for `2 (sqrt(d d + c c) - c)`.
+        loss: For an error d, `"mse"` is its square; `"huber"` `2 c (sqrt(d d + c c) - c)`, its square if small,
+            and `"smooth_l1"` `2 (sqrt(d d + c c) - c)`.
         huber_c: The `c` of these.
         huber_schedule: `"constant"`; `"exponential"`: c falls from 1 at the first time to `huber_c` at the last; or
             `"snr"`: `c = huber_c + (1 - huber_c) / (1 + s)**2` for noise of s times the signal's deviation.

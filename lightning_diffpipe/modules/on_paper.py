@@ -221,12 +221,12 @@ class OnPaper:
 
     Args:
         path: A diffusers folder, or the name of a well-known model.
-        dtype: Of weights, gradients and activations.
+        dtype: Type of weights, gradients and activations.
         configs: Its configurations; None reads them.
         call: Further arguments of the pipeline's call.
         device: Device of the weights: meta by default, without memory; else they have random values.
         lora: Adapters that are trained in place of the denoiser's weights.
-        quantization: Of frozen linear layers, as of `PipelineDiffusion.from_pretrained`.
+        quantization: Quantization of frozen linear layers, as of `PipelineDiffusion.from_pretrained`.
         expert: As in `PipelineDiffusion`.
         with_reference: Whether each sample has an image of its size that it is made from; pipelines that do
             nothing without one, and Flux Kontext, have it in any case.
@@ -361,10 +361,10 @@ class ModelOnPaper:
         device: A name of `DEVICES`, or a device of your own.
         dtype: Type of weights, gradients and activations.
         resolution: Pixels along an edge; that of the model if not given.
-        num_frames: Of a video; that of the model if not given.
+        num_frames: Number of frames of a video; that of the model if not given.
         call: Further arguments of the pipeline's call, such as `{"max_sequence_length": 256}`.
         lora_rank: Rank of adapters that are trained in place of the denoiser's weights; None for the weights.
-        quantization: Of frozen linear layers, as of `PipelineDiffusion.from_pretrained`.
+        quantization: Quantization of frozen linear layers, as of `PipelineDiffusion.from_pretrained`.
         expert: As in `PipelineDiffusion`; both denoisers of Wan 2.2 if not given.
         with_reference: As in `OnPaper`.
 

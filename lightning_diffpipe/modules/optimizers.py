@@ -225,8 +225,8 @@ class Muon(Optimizer):
 
     Args:
         params: As of any optimizer.
-        lr: Of both: steps of matrices have the size of AdamW's (`match_rms_adamw`).
-        weight_decay: Of both.
+        lr: Learning rate of both: steps of matrices have the size of AdamW's (`match_rms_adamw`).
+        weight_decay: Weight decay of both.
         momentum: Muon's.
         ns_steps: Muon's steps to an orthogonal matrix.
         betas: AdamW's.

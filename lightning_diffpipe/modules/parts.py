@@ -331,7 +331,7 @@ class PartsModule(L.LightningModule):
 
         Args:
             batch: `image`, `(B, 3, H, W)` in [-1, 1], and further entries that the module learns from.
-            generator: Of the noise in validation, which drops no captions; None in training.
+            generator: Generator of the noise in validation, which drops no captions; None in training.
         """
         raise NotImplementedError
 

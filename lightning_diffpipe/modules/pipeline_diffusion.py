@@ -80,9 +80,9 @@ class PipelineDiffusion(PartsModule):
         call: Further arguments of the pipeline's call, such as `{"max_sequence_length": 256}`, or `guidance_scale`
             for models that are told it.
         noise: Distribution of the trained times, and their weights in the loss.
-        expert: Of a pipeline with a denoiser for noisier times and one for the others (Wan 2.2), which is trained:
-            `"high"`, `"low"`, or None for `"both"`. Then every sample goes through both, each at a time of its own,
-            and their losses count by the shares of times they are for: the mean over all times.
+        expert: Expert that is trained, of a pipeline with a denoiser for noisier times and one for the others (Wan
+            2.2): `"high"`, `"low"`, or None for `"both"`. Then every sample goes through both, each at a time of
+            its own, and their losses count by the shares of times they are for: the mean over all times.
         image_noise: Noise that is added to the image that is animated, with pixels in [-1, 1]: mean and deviation
             of the logarithm of its deviation, (-3.0, 0.5) in the training of CogVideoX. None for no noise.
 
@@ -456,7 +456,7 @@ class PipelineDiffusion(PartsModule):
             num_inference_steps: Denoising steps.
             guidance_scale: Strength of guidance, where there is one; that of `call`, or the pipeline's own, if not
                 given.
-            generator: Of the start noise.
+            generator: Generator of the start noise.
             condition: The images to edit or animate, `(len(prompts), 3, H, W)` in [0, 1], or a list of references,
                 `(len(prompts), h, w, 3)` each in 8 bits.
             options: Further arguments of the pipeline's call, such as `height` and `width`; those of the last

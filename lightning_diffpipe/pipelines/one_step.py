@@ -195,7 +195,7 @@ class OneStep:
         decoder: Name of the part that decodes latents; None where images themselves are denoised.
         condition: The argument with a row for each sample, `"prompt"` or `"class_labels"`; None for models without.
         neutral: A value of `condition` that any model takes.
-        arguments: Of every call, guidance off.
+        arguments: Arguments of every call, guidance off.
         unguided: Ways to switch guidance off, of which `find_tail` keeps the first that works.
         time: The time given to a pipeline that takes one for all samples; None where it takes those of the samples.
         places: Places of sizes among the denoiser's arguments, and of the time if the pipeline takes one.
@@ -301,7 +301,7 @@ class OneStep:
                 `(B, 3, H, W)` in [0, 1], or a list of reference images, `(B, H, W, 3)` each in 8 bits on the host,
                 where the pipeline `reads_references`.
             shown: 0 for samples whose image is dropped, `(B,)`.
-            generator: Of noise and posterior of an image that is animated; None for the global one.
+            generator: Generator of noise and posterior of an image that is animated; None for the global one.
 
         Raises:
             ConfigurationError: The pipeline samples latents of another shape for these pixels, or edits images in a
@@ -505,7 +505,7 @@ class OneStep:
         processors = [part for part in readers.values() if isinstance(part, PaddingProcessor)]
 
         def length() -> int:
-            return self._most_tokens + sum(part.num_image_tokens for part in processors[-1:])
+            return self._most_tokens + (processors[-1].num_image_tokens if processors else 0)
 
         return of_length(denoiser, length)
 

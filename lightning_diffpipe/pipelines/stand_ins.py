@@ -188,12 +188,16 @@ class PaddingTokenizer(StandIn):
         return self._answer
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """Returns the ids of tokens, which calls look for; raises ConfigurationError if one is cut off a text."""
-        ids, texts = self._real.convert_tokens_to_ids(tokens), self._text
-        if self._length is not None and isinstance(tokens, str):
-            texts = [texts] if isinstance(texts, str) else list(texts)
-            rows = self._real(texts, truncation=True, max_length=self._length)["input_ids"]
-            cut = [r.count(ids) < t.count(tokens) for r, t in zip(rows, texts, strict=True)]
+        """Returns the id of a token; raises ConfigurationError if truncation has cut a marker off a caption.
+
+        The call would look for it in vain. Words of a caption are no markers, which the vocabulary lists as added.
+        """
+        ids = self._real.convert_tokens_to_ids(tokens)
+        if self._length is not None and tokens in self._real.get_added_vocab():
+            texts = [self._text] if isinstance(self._text, str) else list(self._text)
+            rows = torch.as_tensor(self._answer["input_ids"]).reshape(len(texts), -1)
+            found = (rows == ids).sum(dim=1).tolist()
+            cut = [n < text.count(tokens) for n, text in zip(found, texts, strict=True)]
             if any(cut):
                 raise ConfigurationError(
                     f"{sum(cut)} of {len(texts)} captions are too long: with their template they have more "
@@ -471,7 +475,7 @@ def encoding_first_frames(
         images: Images to animate, `(B, 3, H, W)` in [0, 1].
         noise: Mean and deviation of the logarithm of the deviation of the noise that is added to the first frame,
             whose pixels are in [-1, 1]; None for no noise.
-        generator: Of that noise and of samples of posteriors; None for the global one.
+        generator: Generator of that noise and of samples of posteriors; None for the global one.
     """
     encode, answers, number = encoding(real), list[Any](), itertools.count()
 

@@ -478,7 +478,7 @@ def check_options(plan: PipelinePlan, options: PlanOptions, num_pipelines: int) 
         have = ", ".join(f"{name}={value}" for name, value in odd.items())
         listed = ", ".join(f"{name}={getattr(options, name)}" for name in odd)
         raise PlanError(
-            f"the plan has {have}, but {listed} is asked for beside it, and a plan that is given is followed as it "
+            f"the plan has {have}, but {listed} is asked for as well, and a given plan is followed as it "
             f"is: leave {', '.join(odd)} out, or plan again with {listed}"
         )
 

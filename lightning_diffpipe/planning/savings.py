@@ -14,11 +14,7 @@ Its backward needs its weights, too, and so runs its forward again: a streamed l
 weights are copied for a forward and for a backward. A run takes longer by what the copy takes beyond the runs that
 cover it. So streamed layers are spread evenly over a stage, and layers that are not cover the copies of others.
 
-Here is what a profile becomes; `search.py` decides which layers:
-
-    1. recompute everything that frees memory, and search the fastest cuts that fit
-    2. with these cuts, stop recomputing on each rank while it fits, layers that save most seconds a byte first
-    3. search the cuts again with what is still recomputed, as stages have become faster; until nothing changes
+Here is what a profile becomes by that; `search.py` decides for which layers.
 
 Sources:
     Checkpointing: Chen et al. (2016), https://arxiv.org/abs/1604.06174; a part of a stage only: Korthikanti et al.

@@ -2,7 +2,11 @@
 
 What costs memory or time is left out as long as the plan is the better for it: all ranks hold the encoders and all
 optimizer states of their stages on their device, and no layer is recomputed or streamed, unless that does not fit.
-Cuts are searched by `cut_search.py`.
+Cuts are searched by `cut_search.py`. Where it does not fit:
+
+    1. recompute everything that frees memory, and search the fastest cuts that fit
+    2. with these cuts, stop recomputing on each rank while it fits, layers that save most seconds a byte first
+    3. search the cuts again with what is still recomputed, as stages have become faster; until nothing changes
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ put to the sizes of layers: a profile), `state` (leaving the module as it was). 
 anything.
 """
 
-from lightning_diffpipe.profiling.measure import LayerTimer, measure_profile
 from lightning_diffpipe.profiling.profiler import profile
 
-__all__ = ["LayerTimer", "measure_profile", "profile"]
+__all__ = ["profile"]

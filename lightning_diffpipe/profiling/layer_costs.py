@@ -1,6 +1,19 @@
-"""From sizes and costs of layers to a profile, with the results of encoders.
+"""Computes a profile from sizes and times of layers, and finds results of encoders.
 
 However costs were found (measured, modelled, estimated from operation counts), `assemble` puts a profile together.
+
+A stage runs its own layers and the glue that feeds them, so the glue before a layer counts for it, and the loss for
+the last one: times of a stage's layers add up to the time of the stage, and those of all layers to the time of the
+step. Glue before a *frozen* layer runs twice in a pipeline, once with the frozen layers and once with the stages
+that skip them, so it counts for the next layer of the path as well; glue inside a frozen container (an
+autoencoder's residual additions) runs with the frozen layers only.
+
+    |-- glue --| vae |-- glue --| conv_in | block |g| block |-- loss --|
+    |<- vae      ->|
+    |<- and ->|     |<- conv_in         ->|<block>|<-block           ->|
+
+Stages after the first run the glue at the top of the step again, with dummies: see `repeated_s`. Left out is glue
+further down that later stages pass on their way to their own first layer.
 
 Times are taken of the finest layers; a run folds containers that are all frozen into one layer again, and what
 crosses to other ranks are the outputs of those. So the results of encoders are read off a graph folded as if every
@@ -29,7 +42,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
 from lightning_diffpipe.graph.memo import repeatable, why_not_remembered
 from lightning_diffpipe.graph.probe import fold
-from lightning_diffpipe.graph.sizes import encoder_name, layer_sizes
+from lightning_diffpipe.graph.sizes import layer_sizes, layers_by_encoder
 from lightning_diffpipe.graph.step import Step, StepCall
 from lightning_diffpipe.planning.profile import (
     EncoderProfile,
@@ -112,15 +125,14 @@ def encodings(
         seen = look(folded) if look is not None else None
     except (GraphError, RuntimeError) as error:  # too little memory, say
         _log.info("whether encodings can be stored, or split, stays unknown: %s", error)
-    encoders: dict[str, list[Layer]] = {}
-    for index in folded.frozen:
-        layer = folded.layers[index]
-        encoders.setdefault(encoder_name(layer), []).append(layer)
     readers: dict[TensorKey, list[int]] = {}  # as many stages as there are trained layers
     for stage in cut(folded, positions).stages:
         for key in stage.frozen_received:
             readers.setdefault(key, []).append(stage.index)
-    results = {name: _encoding(folded, layers, readers, seen) for name, layers in encoders.items()}
+    results = {
+        name: _encoding(folded, layers, readers, seen)
+        for name, layers in layers_by_encoder(folded).items()
+    }
     if seen is None or seen.steady is None:
         return results
     follow = {
@@ -129,11 +141,11 @@ def encodings(
         if not why_not_remembered(folded.layers[index], folded, 0.0)
         for fine in range(*folded.layers[index].fine)
     }
-    by_encoder: dict[str, tuple[bool, ...]] = {}
-    for index in graph.frozen:
-        name = encoder_name(graph.layers[index])
-        by_encoder[name] = (*by_encoder.get(name, ()), index in follow)
-    return {name: e._replace(follow_sample=by_encoder[name]) for name, e in results.items()}
+    return {
+        name: results[name]._replace(follow_sample=tuple(layer.index in follow for layer in layers))
+        for name, layers in layers_by_encoder(graph).items()
+        if name in results
+    }
 
 
 def found_by_running(module: nn.Module, step: Step, batch: Any, stores: bool = True) -> Look:
@@ -218,13 +230,12 @@ def assemble(
     pairs = zip(graph.path, backbone.layers, strict=True)
     layers = tuple(replace(layer, **costs[index]._asdict()) for index, layer in pairs)
     backbone = replace(backbone, layers=layers, repeated_s=repeated_s, split_s=split_s)
-    by_encoder: dict[str, list[LayerCost]] = {}
-    for index in graph.frozen:
-        by_encoder.setdefault(encoder_name(graph.layers[index]), []).append(costs[index])
-    encoders = []
+    encoders, by_encoder = [], layers_by_encoder(graph)
     for encoder in sizes.encoders:
         entries = zip(encoder.layers, by_encoder[encoder.name], strict=True)
-        timed = tuple(replace(layer, forward_s=cost.forward_s) for layer, cost in entries)
+        timed = tuple(
+            replace(entry, forward_s=costs[layer.index].forward_s) for entry, layer in entries
+        )
         encoder = replace(encoder, layers=timed)
         encoders.append(known[encoder.name].of(encoder) if encoder.name in known else encoder)
     return replace(sizes, backbones=(backbone,), encoders=tuple(encoders))

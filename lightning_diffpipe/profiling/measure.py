@@ -92,8 +92,8 @@ class LayerTimer:
         sample_counts: Counts to time at; if not given 1, 2, 4, ... up to half of the batch (a pipeline has two
             microbatches at least), thinned out where `budget_s` does not reach.
         microbatch_size: Samples of a microbatch, where that is decided already: timed as well.
-        repeats: Timed runs at each count; if not given 3, or 2 that take half of `budget_s` and agree; while they
-            disagree as many as fit into `budget_s`.
+        repeats: Timed runs at each count; if not given 3, or 2 that agree and take half of `budget_s` with the
+            warm-up; while they disagree as many as fit into `budget_s`.
         budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: at least 5 runs.
         name: Name of the profile; the module's class if not given.
         least_samples: Fewer than these the step cannot be run on.
@@ -143,7 +143,8 @@ class LayerTimer:
         """
         if self.fits:
             try:
-                return self._in_place()
+                with placed(self.module, self.place):
+                    return replace(self, batch=tree_to(self.batch, self.place))._rounds()
             except torch.OutOfMemoryError as error:
                 clear_variables(error)
                 _log.info("the step does not fit into %s; timing layer by layer", self.place)
@@ -163,11 +164,6 @@ class LayerTimer:
         need = scratch_bytes([p for name, p in named.items() if name in self.graph.trained])
         need += sum(held_bytes(p) for p in named.values() if p.device != self.place)
         return need < _MEMORY_SHARE * free_bytes(self.place)
-
-    def _in_place(self) -> tuple[Rounds, list[KeptBytes], Splits]:
-        with placed(self.module, self.place):
-            here = replace(self, batch=tree_to(self.batch, self.place))
-            return here._rounds()
 
     def _one_by_one(self) -> tuple[Rounds, list[KeptBytes]]:
         repeats = self.repeats or _MIN_ROUNDS
@@ -215,8 +211,9 @@ class LayerTimer:
                 share_done = max(num_rounds / max_rounds, share_spent)
                 steps = [whole for whole, _ in results.values()]
                 agree = num_rounds > 1 and all(map(_agree, steps))
-                min_rounds = 2 if agree and share_spent >= 0.5 else _MIN_ROUNDS
-                if repeats is None and num_rounds >= min_rounds and (agree or share_done >= 1):
+                are_many = num_rounds >= _MIN_ROUNDS
+                is_enough = agree and (are_many or share_spent >= 0.5)
+                if repeats is None and (is_enough or (are_many and share_done >= 1)):
                     break
                 gc.collect(0)  # activations may hang in cycles
                 for count, (whole, inputs_only) in tuple(results.items()):
@@ -348,7 +345,10 @@ def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: floa
 
 
 def _agree(steps: Sequence[StepTimes]) -> bool:
-    """Returns whether the middle half of the runs differs by little; a single slow one decides nothing."""
+    """Returns whether the middle half of the runs differs by little; a single slow one decides nothing.
+
+    Two differ by twice as much as their middle half.
+    """
     seconds = [step.total_s for step in steps]
     first, _, third = statistics.quantiles(seconds, n=4, method="inclusive")
     return third <= (1 + _NOISE) * first
@@ -397,16 +397,14 @@ def measure_costs(timer: LayerTimer) -> MeasuredCosts:
             graph = graph_of_device(timer)
     finally:
         give_back(timer.place)
-    sizes, alike = (
-        layer_sizes(timer.module, graph, timer.name),
-        equal_layers(timer.module, timer.graph),
-    )
+    sizes = layer_sizes(timer.module, graph, timer.name)
+    alike = equal_layers(timer.module, timer.graph)
     split_s = split_seconds(rounds, splits)
     return MeasuredCosts(sizes, graph, evened(rounds, alike), saved, split_s, known)
 
 
 def _encodings_of_device(timer: LayerTimer) -> dict[str, Encoding]:
-    """Returns results of encoders by name, and where the module fits whether they can be stored, and split."""
+    """Returns results of encoders by name; if the module fits on the device, also whether to store them."""
     module, step, graph = timer.module, timer.step, timer.graph
     if not timer.fits:
         return encodings(module, step, timer.probed, graph)

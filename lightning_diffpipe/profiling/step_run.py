@@ -11,18 +11,7 @@ A module that is too large for the device is timed layer by layer (`OneByOneRun`
 is, usually on the host, and each layer and its arguments go to the device, are timed there alone, and come back.
 Glue, which takes next to nothing on a GPU, is left out.
 
-A stage runs its own layers and the glue that feeds them, so the glue before a layer counts for it, and the loss for
-the last one: times of a stage's layers add up to the time of the stage, and those of all layers to the time of the
-step. Glue before a *frozen* layer runs twice in a pipeline, once with the frozen layers and once with the stages
-that skip them, so it counts for the next layer of the path as well; glue inside a frozen container (an
-autoencoder's residual additions) runs with the frozen layers only.
-
-    |-- glue --| vae |-- glue --| conv_in | block |g| block |-- loss --|
-    |<- vae      ->|
-    |<- and ->|     |<- conv_in         ->|<block>|<-block           ->|
-
-Stages after the first run the glue at the top of the step again, with dummies: see `repeated_s`. Left out is glue
-further down that later stages pass on their way to their own first layer.
+Which layers glue counts for: `layer_costs.py`.
 
 Every rank times the same layers on its own device, reduces its runs to medians, and the median over ranks counts.
 Medians of layers add up to less than a step, whose disturbances are in another layer each time (6 to 8 % of a

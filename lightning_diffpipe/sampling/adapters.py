@@ -383,8 +383,8 @@ def require_ip_adapters(cls: Any, adapters: Mapping[str | Path, Any]) -> list[Pa
                 f"{cls.__name__} of diffusers takes one IP-Adapter at a time; ip_adapters has {len(adapters)}"
             )
     for path, scale in adapters.items():
-        if any(isinstance(x, bool) or not isinstance(x, int | float) for x in tree_leaves(scale)):
-            raise ConfigurationError(f"scales in ip_adapters must be numbers; {path} has {scale!r}")
+        for number in tree_leaves(scale):
+            require_number(f"ip_adapters[{str(path)!r}]", number)
     paths = [Path(path) for path in adapters]
     for path in paths:
         if not path.is_file():
@@ -460,7 +460,7 @@ def with_ip_adapters(
     if not is_whole or any(value.is_meta for value in added.values()):
         raise CheckpointError(
             f"{files} of another model: of {num_stored} tensors for layers the {type(denoiser).__name__} takes "
-            f"{num_layer_tensors}; LoRAs besides, as adapters for faces have, belong into a file of `loras`"
+            f"{num_layer_tensors}; LoRAs in the same file, as adapters for faces have, belong in a file of `loras`"
         )
     scales = list(adapters.values())
     try:

@@ -40,6 +40,7 @@ from lightning_diffpipe.sampling.schedulers import (
     random_states,
     sampling_from,
     takes_more,
+    with_timesteps_on,
 )
 
 _NAN = float("nan")
@@ -225,7 +226,7 @@ class Call:
         if len(set(shapes)) > 1 and method != "single":
             raise ConfigurationError(
                 f"{name} denoises latents {' and then '.join(map(str, shapes))}: the later denoiser is given all "
-                f"that the one before has drawn, of which with method={method} a rank has a part; sample with "
+                f"that the one before has sampled, of which with method={method} a rank has a part; sample with "
                 "method=single, which divides the prompts"
             )
         for phase in self.phases:
@@ -449,7 +450,7 @@ class Call:
     def samples(self, start: int, stop: int) -> Call:
         """Returns the same request for samples `start` to `stop` only, for data parallel ranks.
 
-        Noise drawn on the way is that of these samples in the whole request.
+        Noise sampled in the loop is that of these samples in the whole request.
 
         Raises:
             ConfigurationError: The scheduler steps all samples together.
@@ -514,10 +515,7 @@ class Call:
 
     def unpacked(self, device: torch.device) -> Call:
         """Returns the inverse of `packed`, on a rank's own device."""
-        scheduler = copy.copy(self.scheduler)
-        if torch.is_tensor(getattr(scheduler, "timesteps", None)):
-            scheduler.timesteps = scheduler.timesteps.to(device)
-        return replace(self._on(device), scheduler=scheduler)
+        return replace(self._on(device), scheduler=with_timesteps_on(self.scheduler, device))
 
     def _on(self, device: torch.device | str) -> Call:
         phases = [replace(each, calls=moved(each.calls, device)) for each in self.phases]

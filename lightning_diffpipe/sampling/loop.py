@@ -43,9 +43,10 @@ from lightning_diffpipe.sampling.record import (
     Replayed,
     copied,
     moved,
+    next_answer,
 )
 from lightning_diffpipe.sampling.request import Complete, Loop, LoopInterruptedError, Rows
-from lightning_diffpipe.sampling.schedulers import HostTimesteps
+from lightning_diffpipe.sampling.schedulers import HostTimesteps, takes_generator
 
 _DENOISER = re.compile(r"(transformer|unet|prior|upscaler)(_\d+)?")
 _LATENTS = ("sample", "hidden_states", "x", "latents")
@@ -226,9 +227,7 @@ def _replayed(
 
     @functools.wraps(method)
     def replayed(*args: Any, **kwargs: Any) -> Any:
-        answers, index = record.answers.get(path, []), num_calls[path]
-        num_calls[path] += 1
-        return copied(answers[index]) if index < len(answers) else method(*args, **kwargs)
+        return next_answer(record, path, num_calls, lambda: method(*args, **kwargs))
 
     return replayed
 
@@ -513,9 +512,8 @@ class Step:
 
     def count(self) -> None:
         """Takes this step on zeros with the scheduler: some scale model inputs by the steps they have taken."""
-        zeros, options = self.sample.new_zeros((1,) * self.sample.ndim), {}
-        if "generator" in inspect.signature(self._plain).parameters:
-            options["generator"] = torch.Generator()
+        zeros = self.sample.new_zeros((1,) * self.sample.ndim)
+        options = {"generator": torch.Generator()} if takes_generator(self.scheduler) else {}
         with torch.random.fork_rng(devices=[]):
             self.take(zeros, zeros, **options)
 

@@ -465,7 +465,7 @@ class Worker:
 
     def _share(self, call: Call) -> Call:
         """Returns the request for the samples that ranks at this rank's position on the data axis have."""
-        start, stop = self.place.share_of(call.num_shares)[self.place.data]
+        start, stop = self.place.shares_of(call.num_shares)[self.place.data]
         return call if stop - start == call.num_shares else call.samples(start, stop)
 
     def _request(self, call: Call) -> tuple[Any, Request]:
@@ -527,7 +527,7 @@ class Worker:
         mesh, links = self.place.mesh, self.world.links
         if mesh.data == 1:
             return latents
-        shares = self.place.share_of(call.num_shares)
+        shares = self.place.shares_of(call.num_shares)
         leads = self.place.guidance == self.place.parallel == self.place.sequence == 0
         if self.world.rank != 0:
             if leads and len(latents):

@@ -182,16 +182,21 @@ class Replayed(_Asked):
         return getattr(self._real, name)
 
     def _ask(self, name: str, args: Any, kwargs: Any) -> Any:
-        path = f"{self._path}.{name}"
-        answers, index = self._record.answers.get(path, []), self._counts[path]
-        self._counts[path] += 1
-        if index < len(answers):
-            return copied(answers[index])
-        if self._real is None:
-            raise AttributeError(
-                f"{self._path} is on rank 0 only, which asked for {name} {index} times"
-            )
-        return getattr(self._real, name)(*args, **kwargs)
+        def ask() -> Any:
+            if self._real is None:
+                raise AttributeError(
+                    f"{self._path} is on rank 0 only, which did not ask for {name} so often"
+                )
+            return getattr(self._real, name)(*args, **kwargs)
+
+        return next_answer(self._record, f"{self._path}.{name}", self._counts, ask)
+
+
+def next_answer(record: Record, path: str, num_calls: Counter[str], ask: Callable[[], Any]) -> Any:
+    """Returns the next recorded answer of a method, and asks after the last of them."""
+    answers, index = record.answers.get(path, []), num_calls[path]
+    num_calls[path] += 1
+    return copied(answers[index]) if index < len(answers) else ask()
 
 
 def _then(method: Callable[..., Any] | None, part: Any) -> Callable[..., Any]:
@@ -327,7 +332,7 @@ class Controlled(nn.Module):
             controls: Names and arguments of calls of controls.
             listed: The argument of the denoiser that takes samples as a list, and is given as one tensor; then so
                 is what it returns.
-            arguments: Of the denoiser, with an `Answer` for each tensor that a control returns.
+            arguments: Arguments of the denoiser, with an `Answer` for each tensor that a control returns.
         """
         answers = [pytree.tree_leaves(self.controls[name](**of_call)) for name, of_call in controls]
 

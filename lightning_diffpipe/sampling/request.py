@@ -34,7 +34,7 @@ from lightning_diffpipe.sampling.report import SamplingStatistics, measured
 from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
     takes_generator,
-    with_host_timesteps,
+    with_timesteps_on,
 )
 from lightning_diffpipe.sampling.step_caches import StepCache
 from lightning_diffpipe.sampling.tracing.attention import KernelsAnswered
@@ -100,7 +100,7 @@ class Request:
     @functools.cached_property
     def host_schedule(self) -> tuple[Any, Tensor]:
         """A scheduler to copy, and its timesteps, both with timesteps on the host, for which it waits once."""
-        return with_host_timesteps(self.scheduler), self.timesteps.cpu()
+        return with_timesteps_on(self.scheduler, "cpu"), self.timesteps.cpu()
 
     @functools.cached_property
     def scaler(self) -> InputScaler:

@@ -5,7 +5,7 @@ copies with a history of their own. Whether that holds is not looked up in a lis
 by two copies through all timesteps and compared with the whole. Thresholding by quantiles, Brownian trees and
 whatever else looks at all rows fails the test and is refused by name.
 
-Noise is no obstacle: what a copy draws is cut out of noise of full shape, drawn once per step from the request's
+Noise is no obstacle: what a copy draws is cut out of noise of full shape, sampled once per step from the request's
 own generator, so that a stochastic sampler, too, gives what it gives in one process. The same holds for ranks that
 divide the samples among them.
 """
@@ -38,7 +38,7 @@ class PatchSchedulers:
         slices: Sequence[tuple[int, int]],
         axis: int,
     ) -> None:
-        scheduler = with_host_timesteps(scheduler)
+        scheduler = with_timesteps_on(scheduler, "cpu")
         self._copies = [copy.deepcopy(scheduler) for _ in slices]
         for each in self._copies:
             if hasattr(each, "is_scale_input_called"):  # scaled by `InputScaler`
@@ -106,7 +106,7 @@ def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> b
     On the host, wherever the scheduler is, and with no generator touched but the host's, which is put back.
 
     Raises:
-        ConfigurationError: It cannot be stepped like that; names the scheduler.
+        ConfigurationError: Its step fails, or takes other arguments; names the scheduler.
     """
     if takes_more(scheduler):
         raise ConfigurationError(
@@ -153,11 +153,11 @@ def on_host(scheduler: Any) -> Any:
     return copied
 
 
-def with_host_timesteps(scheduler: Any) -> Any:
-    """Returns a shallow copy with timesteps on the host, so that tables are indexed without a wait."""
+def with_timesteps_on(scheduler: Any, device: torch.device | str) -> Any:
+    """Returns a shallow copy with timesteps on a device; on the host tables are indexed without a wait."""
     copied = copy.copy(scheduler)
     if isinstance(getattr(copied, "timesteps", None), Tensor):
-        copied.timesteps = copied.timesteps.cpu()
+        copied.timesteps = copied.timesteps.to(device)
     return copied
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import textwrap
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -156,6 +157,8 @@ class StepCache:
             return
         from diffusers import hooks
 
+        from lightning_diffpipe.sampling.rehearsal import is_out_of_memory  # which imports this
+
         before = {m: [*_hooks_of(m)] for m in self._model.modules()}
         plain = [m for m in before if not vars(m).keys() & {"_diffusers_hook", "forward"}]
         watch = self._model.register_forward_pre_hook(self._begin_call)
@@ -171,9 +174,9 @@ class StepCache:
             try:
                 yield self
             except Exception as error:
-                if _raised_in(error).startswith("diffusers.hooks."):
-                    raise self._unfit(error) from error
-                raise
+                if is_out_of_memory(error) or not _raised_in(error).startswith("diffusers.hooks."):
+                    raise
+                raise self._unfit(error) from error
         finally:
             watch.remove()
             for module, names in before.items():
@@ -342,10 +345,8 @@ def _hooks_of(module: nn.Module) -> dict[str, Any]:
 
 def _raised_in(error: BaseException) -> str:
     """Returns the name of the module whose code raised an error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _is_manager(owner: Any) -> bool:

@@ -359,11 +359,11 @@ class MeshLinks:
         mesh: SamplingMesh,
         rank: int,
         device: torch.device,
-        backend: str = "gloo",
-        timeout_s: float = 120.0,
-        chained: bool = True,
+        backend: str,
+        timeout_s: float,
+        chained: bool,
     ) -> None:
-        self.mesh, self.rank = mesh, rank
+        self.mesh = mesh
         at = mesh.coordinates(rank)
         self.data, self.guidance = at["data"], at["guidance"]
         self.parallel, self.sequence = at["parallel"], at["sequence"]
@@ -387,8 +387,8 @@ class MeshLinks:
         first, second = start_all_gather(self.branches, prediction, shapes, "prediction")()
         return first, second
 
-    def share_of(self, num_samples: int) -> list[tuple[int, int]]:
-        """Returns this rank's samples, (start, stop), divided as evenly as can be; the first rank has some."""
+    def shares_of(self, num_samples: int) -> list[tuple[int, int]]:
+        """Returns the samples (start, stop) of each position on the data axis, as equal as can be."""
         edges = [-(-num_samples * i // self.mesh.data) for i in range(self.mesh.data + 1)]
         return list(itertools.pairwise(edges))
 

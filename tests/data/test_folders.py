@@ -1,6 +1,7 @@
 import io
 import json
 import random
+import tarfile
 import time
 from types import SimpleNamespace
 
@@ -477,6 +478,17 @@ def test_a_shard_that_is_cut_short_is_named_once(length, shards, tmp_path):
     assert str(refusal.value).count("cannot be read") == str(refusal.value).count("cut.tar") == 1
 
 
+def test_links_and_notes_in_a_shard_are_no_samples(tmp_path):
+    """History: of a link, which webdataset skips, the shard could not be read."""
+    write_shard(tmp_path / "a.tar", red_images(range(2)) | {"__meta__/notes.txt": b"no caption"})
+    with tarfile.open(tmp_path / "a.tar", "a") as tar:
+        link = tarfile.TarInfo("2.png")
+        link.type, link.linkname = tarfile.SYMTYPE, "0.png"
+        tar.addfile(link)
+    data = data_of(str(tmp_path / "a.tar"), samples_per_epoch=2)
+    assert sorted(captions(data.train_dataloader())) == [0, 1]
+
+
 def test_samples_of_shards_that_cannot_be_read_are_left_out_and_counted(shards, tmp_path):
     """History: a shard that was cut short, or one sample, ended the run with tarfile's or PIL's own words."""
     path = broken_shard(tmp_path)
@@ -542,13 +554,13 @@ def test_captions_are_found_however_names_are_written(tmp_path):
     assert [entry.caption for entry in entries] == ["CAT.TXT", "b\u00e4r.txt"]
 
 
-def test_files_that_are_passed_over_are_counted(tmp_path, caplog):
+def test_images_that_are_passed_over_are_counted(tmp_path):
     """History: with a trigger, photographs of a phone (`.heic`) were left out without a word."""
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    for name in ("b.heic", "c.heic", "d.jfif"):
+    for name in ("b.heic", "c.heic", "d.mp4", "a.npz", "README.md", "sizes.json"):
         (tmp_path / name).touch()
-    Listing(tmp_path, needs_captions=False).read("raise")
-    assert "by their endings no images, not trained on: 2 .heic, 1 .jfif" in caplog.text
+    with pytest.warns(UserWarning, match=r"not trained on, by their endings: 2 \.heic, 1 \.mp4$"):
+        Listing(tmp_path, needs_captions=False).read("raise")
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,9 @@ def fit_by_a_plan_that_fills(rank, world_size):
     """Plans where frozen input follows the number of the batch, and trains where it follows the step."""
     strategy = {"num_stages": 2, "filling": "shares"}
     plan = fit(rank, settings_of("input", "added", "batch_idx", 2, strategy), world_size).plan
-    with pytest.raises(PlanError, match=r"follows the step .*plan again with strategy\.filling=none"):
+    with pytest.raises(
+        PlanError, match=r"follows the step .*plan again with strategy\.filling=none"
+    ):
         fit(rank, settings_of("input", "added", "step", 2, {"plan": plan}), world_size)
     return plan.options.filling
 

@@ -83,7 +83,7 @@ def request_on_device(request: Request) -> Request:
 
 
 def copies_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets `Tensor.cpu` copy, and count as a wait of this thread, as on a GPU; so do `tolist` and `numpy`.
+    """Lets `Tensor.cpu` and `to("cpu")` copy, and counts them as waits of this thread, `tolist` and `numpy` too.
 
     History: copies of rank 1's first step counted as waits of rank 0, where that was a step ahead.
     """
@@ -107,6 +107,12 @@ def copies_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         copied.is_of_device = False
         return copied
 
+    to = Tensor.to
     monkeypatch.setattr(Tensor, "cpu", cpu)
+    monkeypatch.setattr(
+        Tensor,
+        "to",
+        lambda x, *args, **options: cpu(x) if args == ("cpu",) else to(x, *args, **options),
+    )
     for name in ("tolist", "numpy"):
         monkeypatch.setattr(Tensor, name, counting(name))

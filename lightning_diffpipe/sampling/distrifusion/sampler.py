@@ -66,7 +66,7 @@ from lightning_diffpipe.sampling.step_caches import StepCache
 from lightning_diffpipe.sampling.tracing.attention import KernelsAnswered
 
 _REMEDY = "sample it with PipeFusion, sequence parallelism or one process"
-_WITHOUT_A_LOOK = (
+_REMEDY_OF_ANALYSIS = (
     "sample it with PipeFusion or sequence parallelism, or with fewer prompts or rows at a time"
 )
 
@@ -240,7 +240,7 @@ class DistriFusionRun(Run):
         """Analyses a call on rank 0, and compares it on bands with a plain one; collective."""
 
         def look() -> CallAnalysis:
-            with needing_memory("to be looked at, on all rows at once,", _WITHOUT_A_LOOK):
+            with needing_memory("to be analysed on all rows at once", _REMEDY_OF_ANALYSIS):
                 analysis = analyse(call)
             Bands.split(call.latents.shape[-2], self._links.num_ranks, analysis.unit, 0)
             return analysis

@@ -218,8 +218,8 @@ class Ulysses(_OverRanks):
 
 
 def _refuse_heads(heads: int, key_heads: int, num_ranks: int) -> None:
-    if min(heads, key_heads) < num_ranks:
-        most = min(heads, key_heads)
+    most = min(heads, key_heads)
+    if most < num_ranks:
         raise ConfigurationError(
             f"Ulysses spreads {most} heads over {num_ranks} ranks; use at most {most} ranks, or {_RING}"
         )

@@ -33,7 +33,7 @@ class Target(NamedTuple):
     """A place that marks can reach: an axis of the key or mask of an attention call, or of a result.
 
     Attributes:
-        index: Of the call of attention in the block, or of the result among the leaves.
+        index: Number of the call of attention in the block, or of the result among the leaves.
     """
 
     kind: Literal["key", "mask", "result"]

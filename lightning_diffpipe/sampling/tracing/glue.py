@@ -1,4 +1,4 @@
-"""Work that need not run for every patch: results that are only passed on, and constant modules.
+"""What patches can share or leave out: modules that make the same for all, and results that are only passed on.
 
 Glue, the code between blocks, sees full shapes (`pipefusion/patch.py`), but most of it never looks into what a
 block returns: it passes it to the next one. One run with stubbed blocks follows every result as an object:

@@ -234,7 +234,7 @@ def test_an_image_too_large_for_one_rank_is_not_compared(caplog):
 @pytest.mark.parametrize(
     ("too_large", "message"),
     [
-        ("marked", "to be looked at, on all rows at once, than there is: .*; sample it with PipeFusion"),
+        ("marked", "to be analysed on all rows at once than there is: .*; sample it with PipeFusion"),
         ("on a band", r"needs more memory on a band of 8 of 16 rows than there is: .*; take more stages or ranks"),
     ],
 )  # fmt: skip
