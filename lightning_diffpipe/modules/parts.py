@@ -44,7 +44,7 @@ from lightning_diffpipe.checkpoint_shards import (
 from lightning_diffpipe.comm.mesh import is_first_process
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, raised_by_all
 from lightning_diffpipe.files import write_atomically
-from lightning_diffpipe.graph.placement import quantize_all
+from lightning_diffpipe.graph.placement import quantizations_noted, quantize_all
 from lightning_diffpipe.modules.adapters import (
     Lora,
     adapted_parts,
@@ -73,8 +73,11 @@ from lightning_diffpipe.modules.part_files import (
 )
 from lightning_diffpipe.quantization import (
     has_quantized,
+    join_outputs,
     quantizations_of,
     quantize_components,
+    require_kernels,
+    separate_outputs,
 )
 from lightning_diffpipe.runtime.optimizer_sharding import switches_weights
 from lightning_diffpipe.sampling.adapters import SECOND, StoredLora, lora_files, refuse_adapted
@@ -233,9 +236,11 @@ class PartsModule(L.LightningModule):
         """
         if self._trainer is not None:  # not `trainer`, which raises without one
             strategy = self.trainer.strategy
+            separate_outputs(self)
             if strategy.root_device.type == "cpu":
                 for name in self.frozen_parts:
                     in_float32(getattr(self, name), torch.float16)
+            require_kernels(quantizations_noted(self), strategy.root_device)
             # `DiffPipeStrategy` has each rank quantize what it trains with.
             if stage != "fit" or not hasattr(strategy, "is_resident"):
                 self._swap_quantized()
@@ -249,6 +254,7 @@ class PartsModule(L.LightningModule):
 
     def teardown(self, stage: str) -> None:
         """Makes weights plain again that `setup` has quantized, so that adapters can be merged into them."""
+        join_outputs(self)
         self._swap_quantized()
         self._swap_quantized = _do_nothing
 
