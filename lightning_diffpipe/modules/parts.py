@@ -17,7 +17,6 @@ trained, the folder of the model below them (`base_model`).
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import json
 import pickle
@@ -48,6 +47,7 @@ from lightning_diffpipe.graph.placement import quantizations_noted, quantize_all
 from lightning_diffpipe.modules.adapters import (
     Lora,
     adapted_parts,
+    copied,
     lora_weights,
     merged,
     refuse_others,
@@ -482,7 +482,7 @@ class PartsModule(L.LightningModule):
                 index[name] = index_entry(part)
                 if isinstance(part, nn.Module) and dtype is not None:
                     # Past diffusers' own `to`, which warns about every change of type.
-                    part = nn.Module.to(copy.deepcopy(part), dtype)
+                    part = nn.Module.to(copied(part), dtype)
                 write_part(part, folder / name)
         finally:
             self._swap_quantized()
