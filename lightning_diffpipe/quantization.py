@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -29,7 +28,6 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import (
     Quantizing,
-    is_quantized_later,
     keep_notes,
     quantize_when_placed,
     replace_parameters,
@@ -513,36 +511,6 @@ def require_kernels(
                 f"{' '.join(str(error).split())[:300]}. Choose another quantization, such as "
                 f"{' or '.join(_NAMED)}, or device"
             ) from error
-
-
-def separate_outputs(root: nn.Module) -> None:
-    """Has compiled modules over quantized weights return tensors of memory of their own, until `join_outputs`.
-
-    AOTAutograd compiles no training graph with outputs that share memory, such as the two parts of one sequence
-    that a block of Flux returns, where an input is a tensor of a class of its own.
-    """
-    for module in root.modules():
-        if module._compiled_call_impl is None or "forward" in vars(module):
-            continue
-        if any(
-            is_quantized_later(p) or isinstance(p, QuantizedWeight) for p in module.parameters()
-        ):
-            # One function for all blocks: a compiler would take another one for other code.
-            vars(module)["forward"] = types.MethodType(_forward_apart, module)
-
-
-def join_outputs(root: nn.Module) -> None:
-    """Undoes `separate_outputs`."""
-    for module in root.modules():
-        if getattr(vars(module).get("forward"), "__func__", None) is _forward_apart:
-            del vars(module)["forward"]
-
-
-def _forward_apart(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    out = type(module).forward(module, *args, **kwargs)
-    if not isinstance(out, tuple):
-        return out
-    return tuple(each.clone() if isinstance(each, Tensor) else each for each in out)
 
 
 def _linear_weights(part: nn.Module) -> list[nn.Parameter]:

@@ -73,11 +73,9 @@ from lightning_diffpipe.modules.part_files import (
 )
 from lightning_diffpipe.quantization import (
     has_quantized,
-    join_outputs,
     quantizations_of,
     quantize_components,
     require_kernels,
-    separate_outputs,
 )
 from lightning_diffpipe.runtime.optimizer_sharding import switches_weights
 from lightning_diffpipe.sampling.adapters import SECOND, StoredLora, lora_files, refuse_adapted
@@ -236,7 +234,6 @@ class PartsModule(L.LightningModule):
         """
         if self._trainer is not None:  # not `trainer`, which raises without one
             strategy = self.trainer.strategy
-            separate_outputs(self)
             if strategy.root_device.type == "cpu":
                 for name in self.frozen_parts:
                     in_float32(getattr(self, name), torch.float16)
@@ -254,7 +251,6 @@ class PartsModule(L.LightningModule):
 
     def teardown(self, stage: str) -> None:
         """Makes weights plain again that `setup` has quantized, so that adapters can be merged into them."""
-        join_outputs(self)
         self._swap_quantized()
         self._swap_quantized = _do_nothing
 

@@ -26,7 +26,6 @@ from lightning_diffpipe.quantization import (
     Weight8Bit,
     quantize_components,
 )
-from lightning_diffpipe.sampling.tracing.attention import repeated_blocks
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
@@ -36,14 +35,7 @@ from tests.distributed.scenarios import (
     quiet_trainer,
     reference,
 )
-from tests.distributed.stored import (
-    IN_8_BITS,
-    LINUX,
-    ROUNDED,
-    Opened,
-    Rounded,
-    store_in_8_bits,
-)
+from tests.distributed.stored import LINUX, ROUNDED, Opened, Rounded, store_in_8_bits
 from tests.distributed.tiny import Images
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_ranks
@@ -60,16 +52,6 @@ class QuantizedWhenPlaced(Opened):
         chosen = dict.fromkeys(self.parts, ROUNDED) if quantize else {}
         quantize_components(chosen, self.parts)
         self._note_base(folder, self.parts)
-
-
-class Compiled(Opened):
-    """A pipeline whose blocks are compiled, with weights in 8 bits."""
-
-    def __init__(self, folder, compiled=True):
-        super().__init__(folder, lora=True)
-        quantize_components({"transformer": IN_8_BITS}, self.parts)
-        for block in repeated_blocks(self.transformer) if compiled else ():
-            block.compile(backend="aot_eager")
 
 
 class StoredQuantized(Opened):
@@ -166,18 +148,6 @@ def test_each_rank_quantizes_what_it_holds(strategy, encodes_first, settings, tm
         assert 0 < quantized < total + (num_ranks == 1)
         assert mapped == total
         assert after == [total, 0, total]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_compiled_blocks_train_over_quantized_weights(settings):
-    """History: those of Flux that return both parts of a sequence failed, as AOTAutograd takes no such outputs."""
-    settings.module_class = Compiled
-    module = settings.module
-    expected = reference(replace(settings, module=module | {"compiled": False}), 2)
-    expected.weights = adapters_of(expected)
-    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
-    outcomes, _ = zip(*run_ranks(fit_and_look, 2, settings, 2), strict=True)
-    assert_equal_runs(outcomes, expected, 1e-4)
 
 
 class LookFromAfar(L.Callback):
