@@ -364,7 +364,10 @@ class FlowMatching(_Schedule):
         times = [1 - i / count for i in range(count)]
         # Rounded, as the end of a span may be a timestep itself: 0.7, shifted by 3, is 0.875.
         steps = [round(count * shift * t / (1 + (shift - 1) * t), 6) for t in times]
-        start, stop = (sum(step >= end for step in steps) for end in reversed(span))
+        if self.inverted:
+            start, stop = (sum(count - step < end for step in steps) for end in span)
+        else:
+            start, stop = (sum(step >= end for step in steps) for end in reversed(span))
         low, high = (self.noise.probability(n / count) for n in (start, stop))
         return range(start, stop), (low, high)
 

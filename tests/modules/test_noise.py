@@ -435,10 +435,11 @@ def test_bad_noise_is_named():
 @pytest.mark.parametrize(
     "noise", [Noise(logit_mean=0.5, logit_std=1.5), Noise(uniform=True), Noise(mode_scale=1.29)]
 )
-@pytest.mark.parametrize("shift", [1.0, 5.0])
-def test_times_of_two_spans_are_all_times(noise, shift):
+@pytest.mark.parametrize(("shift", "inverted"), [(1.0, False), (5.0, False), (5.0, True)])
+def test_times_of_two_spans_are_all_times(noise, shift, inverted):
     """As many of each as of all that are drawn, in each tenth of them."""
-    schedule, torch_state = FlowMatching(shift=shift, noise=noise), torch.manual_seed(0)
+    schedule = FlowMatching(shift=shift, noise=noise, inverted=inverted)
+    torch_state = torch.manual_seed(0)
     clean = torch.zeros(200_000, 1, 1, 1)
     every = schedule.corrupt(clean, torch_state).timesteps
     spans = [(875.0, math.inf), (0.0, 875.0)]
