@@ -42,7 +42,7 @@ from lightning_diffpipe.graph.versions import bytes_of, digest_of_tensor, plain_
 
 _log = logging.getLogger(__name__)
 _NOTICE_S = 30.0  # imports from a cold disk take that long
-_LONGEST_PAUSE_S = 0.5  # between two looks at who has come
+_LONGEST_PAUSE_S = 0.5  # between two checks of who has come
 
 
 def open_store() -> dist.TCPStore:

@@ -132,7 +132,7 @@ class CallSequenceView(View):
 
     Attributes:
         counted: Counters of the step (`LayerGraph.counters`) after the latest batch.
-        looks_at_frozen: In runs frozen layers return numbers in place of NaN.
+        numbers_from_frozen: In runs frozen layers return numbers in place of NaN.
         frozen_values: Tensors, numbers and strings that the latest run gave to frozen layers, and that containers
             of nothing else returned.
     """
@@ -156,7 +156,7 @@ class CallSequenceView(View):
         self.labels = {id(parameter): name for name, parameter in parameters}
         self._counters = Attributes(root, graph.counters)
         self.counted: list[Any] = []
-        self.looks_at_frozen, self.frozen_values = False, list[Any]()
+        self.numbers_from_frozen, self.frozen_values = False, list[Any]()
         inside = ((call.name, graph.layers[call.first : call.stop]) for call in graph.calls)
         self.frozen = {n for n, layers in inside if layers and all(x.frozen for x in layers)}
         owners = {name.rpartition(".")[0] for name in graph.glue_writes}
@@ -216,14 +216,14 @@ class CallSequenceView(View):
         if not self.graph.frozen:
             return False
         self.interception.watch(self.frozen)
-        self.looks_at_frozen, values, now = True, list[list[Any]](), contextlib.nullcontext
+        self.numbers_from_frozen, values, now = True, list[list[Any]](), contextlib.nullcontext
         with self._counters.preserved():
             for moment in (now, now, *moments[:1], *moments[-1:]):
                 with contextlib.suppress(Exception), moment():  # of any code, as above
                     self.record(call, seed)
                     values.append(self.frozen_values)
                 self.count()
-        self.looks_at_frozen = False
+        self.numbers_from_frozen = False
         return not all(bool(are_equal(values[0], later)) for later in values[1:])
 
     def count(self) -> None:
@@ -491,7 +491,7 @@ class _CallSequenceRun(StubbedRun):
 
     def _stub(self, layer: Layer) -> Any:
         out = super()._stub(layer)
-        if self._view.looks_at_frozen and layer.frozen:
+        if self._view.numbers_from_frozen and layer.frozen:
             out = pytree.tree_map_only(torch.Tensor, _numbers_like, out)
         if self._view.by_reads:
             self._alive.append(out)

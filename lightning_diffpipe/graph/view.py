@@ -538,7 +538,7 @@ class StageRun(StubbedRun):
             self.result, self.loss, self.weight = result, loss_of(result), weight_of(result)
             if (self.weight is not None) != self._view.graph.weighted:
                 raise GraphError(
-                    'the step returns a "weight" beside its loss for some batches only; return it always'
+                    'the step returns a "weight" besides its loss for some batches only; return it always'
                 )
         for key in cut.sent:
             if key not in self.outputs:

@@ -132,7 +132,7 @@ def _probed_and_planned(
             require_equal(probed.graph.digest, world)
             refuse_one_chain(probed.chains, options)
     if probed.sequences.moves_frozen and options.plan is None and process.world_size > 1:
-        _log.info("what frozen layers get follows the step: they run when a batch is due")
+        _log.info("what frozen layers get follows the step: they run in the step of their batch")
         options = replace(options, filling="none")
     warn_of_whole_compiled(module, probed.graph)
     with bar(shows, "timing layers and links, and planning", stays=False) as report:

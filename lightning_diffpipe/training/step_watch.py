@@ -1,6 +1,6 @@
 """Noticing that a step is no longer the one that was probed, where nothing else would.
 
-What a stage runs and sends was decided by one look at the step before training. A branch on the epoch, or
+What a stage runs and sends was decided by one probe of the step before training. A branch on the epoch, or
 a call of `.train()`, may change later what the step reads. Three things show it:
 
     modes        a module is in training mode that was not, or the other way round
@@ -237,9 +237,9 @@ def _are_finite(tensors: list[Tensor]) -> Tensor:
     """
     device = tensors[0].device
     not_finite, one = torch.zeros((), device=device), torch.ones((), device=device)
-    look = torch._amp_foreach_non_finite_check_and_unscale_
+    check = torch._amp_foreach_non_finite_check_and_unscale_
     try:
-        look(tensors, not_finite, one)
+        check(tensors, not_finite, one)
     except RuntimeError:
         # It knows no sparse, complex or negated ones, and writes, so that none may be spread over its memory.
         dense = [t._values() if t.is_sparse else t for t in tensors]
@@ -248,5 +248,5 @@ def _are_finite(tensors: list[Tensor]) -> Tensor:
             torch.view_as_real(t.resolve_conj()) if t.is_complex() else t.resolve_neg()
             for t in plain
         ]
-        look(real, not_finite, one)
+        check(real, not_finite, one)
     return not_finite == 0

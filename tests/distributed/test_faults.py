@@ -602,7 +602,7 @@ def fit_again(rank, world_size):
         fit_one(module)
     FailsOnce.fails = False
     if world_size > 1:  # it holds the part of one rank
-        with pytest.raises(CheckpointError, match="to train; build the module anew, and go on"):
+        with pytest.raises(CheckpointError, match="to train; build the module again, and go on"):
             fit_one(module)
         module = make(FailsOnce)
     return fit_one(module)

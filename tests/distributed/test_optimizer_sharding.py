@@ -15,7 +15,7 @@ from lightning_diffpipe.modules import Muon, Optimization, Prodigy
 from lightning_diffpipe.runtime.optimizer_sharding import (
     OptimizerSharding,
     stepping_ranks,
-    steps_apart,
+    updates_independently,
 )
 from tests.distributed.scenarios import (
     Settings,
@@ -244,7 +244,7 @@ def test_small_copies_tell_whether_an_optimizer_treats_parameters_by_themselves(
     seen = []
     optimizer.register_step_post_hook(lambda *_: seen.append(1))
     state = {id(p): len(value) for p, value in optimizer.state.items()}
-    assert steps_apart(optimizer) is apart
+    assert updates_independently(optimizer) is apart
     assert not seen
     assert {id(p): len(value) for p, value in optimizer.state.items()} == state
     for parameter, value in zip(parameters, before, strict=True):
