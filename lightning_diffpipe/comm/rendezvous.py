@@ -251,7 +251,7 @@ def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None
     """Gives every rank rank 0's weights where they differ.
 
     Without `seed_everything` each process initialises other weights; from checkpoints they are
-    equal, and then nothing but checksums travels. Of what is mapped from files samples are read.
+    equal, and then nothing but checksums travels. Checksums of mapped files are those of samples.
 
     Raises:
         ConfigurationError: A rank has other tensors than rank 0; names the first.

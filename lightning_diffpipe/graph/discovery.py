@@ -106,7 +106,7 @@ class _Seen:
 
 
 class _OtherCallsError(Exception):
-    """With one sample more the step calls other modules."""
+    """The step calls other modules when it gets one sample more."""
 
 
 class LayerLeakError(GraphError):
@@ -204,8 +204,8 @@ class StepProbe:
     ) -> LayerGraph:
         """Follows all values through one run with these layers: modules whose outermost calls are layers.
 
-        Of `containers`, which stay expanded, those in `leaky` must. A `known` graph of the same step may have finer
-        layers; random streams are seeded as there, and it may tell rows per sample, which saves a run.
+        All `containers` stay expanded, those in `leaky` as they must. A `known` graph of the same step may have
+        finer layers; random streams are seeded as there, and it may tell rows per sample, which saves a run.
 
         Raises:
             LayerLeakError: One of the layers must be expanded.

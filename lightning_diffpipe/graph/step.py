@@ -60,7 +60,7 @@ class BatchSpec:
 
     @classmethod
     def of(cls, batch: Any, num_samples: int) -> BatchSpec:
-        """Decides by a batch. Of `k` entries that hold `k` things each it takes them for parts of `k` samples."""
+        """Decides by a batch. `k` entries that hold `k` things each are taken for parts of `k` samples."""
         return _decided(batch, num_samples)[1]
 
     def parts(self, batch: Any, num_samples: int) -> list[Any] | None:

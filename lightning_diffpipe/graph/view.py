@@ -77,8 +77,8 @@ class OpaqueOutput:
 class DummyMemory:
     """Memory that all dummies of a rank share, whatever they stand for: they are only read.
 
-    Full of NaN, so that a step that reads what it did not when it was probed cannot go on with numbers that look
-    right. No inference tensors: who writes into one leaves no trace.
+    It is full of NaN, so that a step that reads what it did not when it was probed cannot go on with numbers that
+    look right. They are no inference tensors, as writing into one leaves no trace.
     """
 
     def __init__(self) -> None:

@@ -193,7 +193,7 @@ def _encoding(
 
 
 class LayerCost(NamedTuple):
-    """Costs of one layer, glue included; see `step_run.py`. Of a frozen one only the forward counts.
+    """Costs of one layer, glue included; see `step_run.py`. A frozen one has those of its forward only.
 
     Attributes:
         backward_s: Whole backward.

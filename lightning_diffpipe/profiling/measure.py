@@ -423,9 +423,9 @@ def graph_of_device(timer: LayerTimer) -> LayerGraph:
 
 
 def encodings_by_running(timer: LayerTimer, stores: bool) -> dict[str, Encoding]:
-    """Returns by name what encoders give, which run where the module is, on the samples that were probed.
+    """Returns by name what encoders give for the probed samples, on the device of the module.
 
-    Together, one by one and, if `stores`, with other random numbers.
+    They run on all samples at once, one by one and, if `stores`, with other random numbers.
     """
     module, step, small = timer.module, timer.step, timer.probed
     with undisturbed(module):

@@ -124,7 +124,7 @@ _OPTIMIZERS = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
 
 @contextlib.contextmanager
 def autocast_on_host() -> Iterator[None]:
-    """Has autocast of GPUs hold for tensors of the host, too, that is entered inside.
+    """Extends autocast of GPUs that is entered inside to tensors of the host.
 
     A step for a GPU is probed on the host, where it shall see the types that it will see.
     """

@@ -227,7 +227,7 @@ class CheckpointHooks(ParallelStrategy):
 
     @watcher.inside("saving a checkpoint")
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the state of all stages; complete on rank 0, empty elsewhere. For shards, a rank's own.
+        """Returns the state of all stages; complete on rank 0, empty elsewhere; a shard has each rank's own.
 
         Raises:
             CheckpointError: Training has failed, and weights of other ranks with it.

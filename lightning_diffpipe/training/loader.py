@@ -122,7 +122,7 @@ class PipelineLoader:
     def batches_of_all(self) -> list[Any] | None:
         """Returns what a data set is asked for in batches that have every sample of a share; None of a stream.
 
-        On the rank that reads. No random numbers of training are used.
+        It is called on the rank that reads, and uses no random numbers of training.
         """
         if self._numbered is None:
             return None
@@ -234,7 +234,7 @@ class PipelineLoader:
 class Fetched:
     """A batch that a loop of Lightning's has fetched; it gets the batch when it asks for it on a device.
 
-    No dataclass: Lightning copies these where it converts tensors to another type.
+    It is no dataclass, as Lightning copies these where it converts tensors to another type.
 
     Attributes:
         feed: Feed that fetched it.

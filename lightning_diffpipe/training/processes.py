@@ -191,7 +191,7 @@ class ProcessHooks(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Returns an object of one rank on all ranks.
 
-        With a pipeline no device has a part in it: `Timer` and `ModelCheckpoint` ask after every batch.
+        It uses no device with a pipeline, as `Timer` and `ModelCheckpoint` ask after every batch.
         """
         if not _distributed_is_initialized():
             return obj

@@ -614,7 +614,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def drain(self) -> None:
         """Takes back all that is under way without a flush, so that weights are those after the last batch.
 
-        Before anybody looks at weights; a collective call of all ranks, which does nothing if nothing is under way.
+        It precedes every use of the weights. A collective call of all ranks; does nothing if nothing is under way.
         """
         engine = self.pipeline.engine if self.pipeline else None
         if not isinstance(engine, FreeRunningEngine) or engine.is_empty:

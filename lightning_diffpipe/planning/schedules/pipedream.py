@@ -42,7 +42,7 @@ from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b_progra
 def admitted_batches(placement: Placement) -> int:
     """Returns NOAM: how many batches each rank of the first stage admits before its first backward.
 
-    The ranks of the pipeline, divided by the ranks of the first stage, rounded up.
+    It is the number of ranks of the pipeline, divided by that of the first stage, rounded up.
     """
     return -(-placement.num_ranks // len(placement.stage_ranks[0]))
 
