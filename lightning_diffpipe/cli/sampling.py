@@ -39,9 +39,7 @@ _COMMON = ("compile", "decoding", "cache", "attention")
 _ASKED = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
 
 
-@verb(
-    "sample images of prompts with a trained model: diffpipe sample 'prompts=[\"digit four, serif\"]'"
-)
+@verb("sample prompts with a trained model: diffpipe sample 'prompts=[\"digit four, serif\"]'")
 def sample(config: DictConfig) -> Any:
     """Samples `prompts` with the model at `path` on `trainer.devices` processes, into `output`."""
     values = plain(config)

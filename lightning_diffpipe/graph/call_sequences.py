@@ -121,6 +121,9 @@ class Replay:
         return repeated
 
 
+_Trial = tuple[CallSequence, Replay]
+
+
 class CallSequenceView(View):
     """Recognises the call sequences of a step, for microbatches of one signature; other arguments as of `View`.
 
@@ -243,9 +246,7 @@ class CallSequenceView(View):
         self.counted = [n + added for n, added in zip(run.counted, after_layers, strict=True)]
         return sequence
 
-    def record(
-        self, call: StepCall, seed: int, arguments: tuple[Any, ...] = ()
-    ) -> tuple[CallSequence, Replay]:
+    def record(self, call: StepCall, seed: int, arguments: tuple[Any, ...] = ()) -> _Trial:
         """Returns the call sequence of one microbatch, and its replay; arguments as for `sequence_of`."""
         run, counted = self._run(None), self._counters.capture()
         with rng.isolated_random_numbers(seed), self.restored.preserved():
@@ -357,7 +358,7 @@ def survey(
     Raises:
         GraphError: None of the sequences calls all layers.
     """
-    trials: list[tuple[CallSequence, Replay]] = []
+    trials: list[_Trial] = []
     with Interception(root).installed() as interception, untouched(root):
         view = CallSequenceView(root, graph, interception, lenient=True, by_reads=True)
 
@@ -366,7 +367,7 @@ def survey(
             call = StepCall(step, root, batch, shifted, graph.batch_writes)
             return call, seed_of(number, microbatch), shifted
 
-        def later(moment: Moment, microbatch: int) -> list[tuple[CallSequence, Replay]]:
+        def later(moment: Moment, microbatch: int) -> list[_Trial]:
             # Any code may fail that looks up what is not there yet.
             with contextlib.suppress(Exception), moment() as number:
                 sequence, replay = view.record(*trial(number, microbatch))
@@ -395,19 +396,15 @@ def survey(
     return widest, replace(sequences, moves_frozen=moves_frozen)
 
 
-def _sequences_of_trials(
-    trials: Sequence[tuple[CallSequence, Replay]],
-) -> tuple[CallSequence, CallSequences]:
+def _sequences_of_trials(trials: Sequence[_Trial]) -> tuple[CallSequence, CallSequences]:
     """Returns the longest call sequence, and all with their frequencies; see `survey`."""
     reads = [{value for _, value in sequence.reads} for sequence, _ in trials]
     read = set.union(*reads) - set.intersection(*reads)  # in some trials only
     counts = Counter(sequence for sequence, _ in trials)
     by_reads = len(counts) > (num_sequences := len({sequence.calls for sequence in counts}))
     if len(counts) > MOST_SEQUENCES >= num_sequences or not by_reads:  # too many to be probed
-        by_reads, trials = (
-            False,
-            [(CallSequence(sequence.calls), replay) for sequence, replay in trials],
-        )
+        by_reads = False
+        trials = [(CallSequence(sequence.calls), replay) for sequence, replay in trials]
         counts = Counter(sequence for sequence, _ in trials)
     replays = dict(reversed(trials))
     sequences = sorted(counts, key=lambda f: (-len(f.calls), -len(f.reads), -counts[f]))

@@ -323,10 +323,8 @@ class StepProbe:
         self, batch: Any, record_of: RecordOf | None = None, *, has_gradients: bool = True
     ) -> CallTree:
         """Runs the step and returns the tree of its calls, each with the record of its arguments and output."""
-        tree, names = (
-            CallTree(self.module, record_of, self._repeats(CallResults())),
-            self._callable(),
-        )
+        tree = CallTree(self.module, record_of, self._repeats(CallResults()))
+        names = self._callable()
 
         def record(call: Callable[[], Any]) -> Any:
             noticed = gradients_noticed(tree.note_gradients)

@@ -86,9 +86,8 @@ class PartitionedStepCache:
         bounds = [0, *self.positions, len(self.graph.path)]
         stage_of = [s for s, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
         self._planned = PlacedCalls(self.graph.path_names, tuple(stage_of), self.placement)
-        self._sequences: dict[
-            str, list[CallSequence]
-        ] = {}  # a shape may decide what is called, too
+        # By signature: a shape may decide what is called, too.
+        self._sequences: dict[str, list[CallSequence]] = {}
         self._first: tuple[str, CallSequence] | None = None
         self._graphs: dict[str, dict[CallSequence | tuple[str, ...], LayerGraph]] = {}
         self._views: dict[str, CallSequenceView] = {}

@@ -224,9 +224,8 @@ def _cut_as_planned(
     schedule = replace(plan.schedule, programs=programs)
     pieces = cut_for(graph, positions, schedule.placement)
     # Without flushes no two ranks may train the same.
-    between = probed.sequences.read | (
-        frozenset() if plan.runs_free else in_no_layer(module, graph)
-    )
+    outside = frozenset() if plan.runs_free else in_no_layer(module, graph)
+    between = probed.sequences.read | outside
     graph, pieces = held_for_all_batches(module, graph, pieces, between)
     refuse_unrunnable(schedule, pieces)
     refuse_shared_weights(plan, graph, pieces)
