@@ -3,7 +3,7 @@
     probe -> coins? -> probe of the longest call sequence -> chains -> does one sample suffice?
 
 All of it is found here and returned as a `ProbedStep`: profiling times its layers, planning shares them among
-ranks, and neither looks at the step again.
+ranks, and neither probes the step again.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _telling_of_smaller_batch(number: int, size: int) -> Iterator[None]:
     except Exception as error:
         if number < size:
             error.add_note(
-                f"training_step was run on {number} of the {size} samples of a batch, to look at its layers: of "
+                f"training_step was run on {number} of the {size} samples of a batch, to find its layers: of "
                 f"tensors with {size} rows and lists of {size} it got so many. If one of them holds no samples, "
                 "but is a table that all share, leave it out of the batch, or let the module cut batches itself "
                 "(split_batch)"

@@ -132,7 +132,7 @@ class View:
         pauses: Something is done before each layer of the fine graph.
         may_vary: All layers are executed here, nothing is sent, and other calls of them than were probed just run.
         has_varied: There were some.
-        fine: Layers of the fine graph, inside own layers, that are looked at when they are called.
+        fine: Layers of the fine graph, inside own layers, whose calls are intercepted.
     """
 
     pauses = may_vary = has_varied = False

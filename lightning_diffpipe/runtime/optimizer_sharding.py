@@ -320,6 +320,6 @@ def _give_gradients(
 
 
 def _holds(value: Any) -> bool:
-    """Returns whether a value holds optimizers or parameters, which are looked at elsewhere."""
+    """Returns whether a value holds optimizers or parameters, which are compared elsewhere."""
     leaves = pytree.tree_leaves(value)
     return any(isinstance(leaf, (Optimizer, nn.Parameter)) for leaf in leaves)

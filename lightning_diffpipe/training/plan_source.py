@@ -399,7 +399,7 @@ def _given_profile(source: Any) -> ModelProfile | None:
 
 
 def _knowing_encoders(timer: LayerTimer, profile: ModelProfile, encode_first: bool) -> ModelProfile:
-    """Returns the profile, with the encoders looked at here if it does not tell how they can be split and stored.
+    """Returns the profile, with the encoders observed here if it does not tell how they can be split and stored.
 
     It does not where it was estimated, or layers were timed one by one. On one rank nobody asks how to split them.
     """

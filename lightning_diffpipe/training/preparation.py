@@ -3,9 +3,9 @@
     equal weights -> layers ------------> costs ------> plan ------> fold -> groups -> place -> engine
     comm/rendezvous  graph/probed_step    plan_source   plan_source  assembly
 
-Three stations, each of which hands on plain data once: which layers there are (`ProbedStep`), what they and the
+Three stations, each of which returns plain data once: which layers there are (`ProbedStep`), what they and the
 links cost (`Basis`), what each rank does (`PipelinePlan`). Every rank builds the whole module on the host, agrees
-on its weights, and looks at it in the same way; rank 0 alone plans. Then each rank keeps its own stages and the
+on its weights, and probes it in the same way; rank 0 alone plans. Then each rank keeps its own stages and the
 frozen layers, and gives the memory of everything else back.
 """
 

@@ -108,7 +108,7 @@ class ProcessHooks(ParallelStrategy):
         self._launcher.check_run = self.check_run
 
     def check_run(self, trainer: Any, arguments: dict[str, Any]) -> None:
-        """Looks at what a trainer was asked for, before any process is started or met.
+        """Checks what a trainer was asked for, before any process is started or met.
 
         Args:
             trainer: About to run.

@@ -199,7 +199,7 @@ def hooks_come_later() -> Iterator[None]:
         yield
     except (AttributeError, TypeError) as error:
         error.add_note(
-            "training_step is run before training, to look at its layers and to time them, and hooks such as "
+            "training_step is run before training, to find and time its layers, and hooks such as "
             "on_train_start come later. Set what it reads in __init__ or in setup, to what the step can be run "
             "with, tensors as buffers; a hook may change it then"
         )

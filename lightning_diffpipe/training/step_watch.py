@@ -59,7 +59,7 @@ class StepWatch:
         module: The module, its training flags as they were probed.
         layout: Lays batches out, and knows the cut steps.
         idle: Parameters of this rank that could be trained, but get no gradient, by name.
-        num_diverged: Optimizer steps in a row, up to the latest that was looked at, with a gradient of this rank
+        num_diverged: Optimizer steps in a row, up to the latest that was checked, with a gradient of this rank
             that is not finite, or a loss where there is one pipeline: of several each has a loss of its own, and
             gradients are summed over all, so that they agree.
         last_finite: The latest batch with a finite loss, and that loss; equal on all ranks of a pipeline.
@@ -80,7 +80,7 @@ class StepWatch:
         self._latest: tuple[Any, ...] = ()
 
     def before_step(self, batch: Any, arguments: tuple[Any, ...]) -> None:
-        """Looks at training flags; takes microseconds as long as they are as they were.
+        """Checks training flags; takes microseconds as long as they are as they were.
 
         Raises:
             ConfigurationError: They are not, and the step samples other random numbers or writes other
@@ -125,7 +125,7 @@ class StepWatch:
     def after_step(
         self, loss: Tensor, number: int, gradients: Sequence[Tensor | None] | None = ()
     ) -> None:
-        """Looks at gradients, and at the loss; on a GPU, at those of the step before.
+        """Checks the gradients and the loss; on a GPU those of the step before.
 
         Args:
             loss: Loss of the step.
@@ -171,7 +171,7 @@ class StepWatch:
             )
 
     def finish(self) -> None:
-        """Looks at the latest step, too, whose values a GPU may not have given yet; waits for them."""
+        """Checks the latest step, too, whose values a GPU may not have given yet; waits for them."""
         values, self._under_way = self._under_way, None
         if values is not None:
             self._examine(values)

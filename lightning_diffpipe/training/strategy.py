@@ -756,7 +756,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     on_predict_start = partialmethod(_enter, "predicting")  # type: ignore[assignment]
 
     def on_train_end(self) -> None:
-        """Looks at the last step, after which none comes that would, and for a signal that came in it."""
+        """Checks the last step, after which none comes that would, and handles a signal that came in it."""
         watcher.enter("ending")
         self.drain()
         if self.pipeline is not None:

@@ -1,7 +1,7 @@
 """PipeDream: 1F1B without a flush. Ranks never wait for a batch to end; weights have versions.
 
 A rank's loop runs free: with each batch that it forwards it takes back one that went out before, and its own
-optimizer steps at once. The pipeline is drained only where weights are looked at, at the price of weights that
+optimizer steps at once. The pipeline is drained only where weights are read, at the price of weights that
 change between the forward and the backward of a batch; so each stage stores the versions that batches in flight
 began with.
 
