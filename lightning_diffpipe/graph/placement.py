@@ -520,7 +520,7 @@ def loaded(
         return nn.Parameter(value, False) if stays else rounded(parameter, value)
 
     away: Any = [p for p in parameters if is_offloaded(p) and is_placeholder(p)]
-    with lent_to_placeholders({p: value_of(p) for p in away}, root):
+    with filled_placeholders({p: value_of(p) for p in away}, root):
         yield
 
 
@@ -581,10 +581,10 @@ def _hold(parameter: Tensor, value: Tensor) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def lent_to_placeholders(
+def filled_placeholders(
     values: Mapping[nn.Parameter, Tensor], root: nn.Module | None = None
 ) -> Iterator[None]:
-    """Gives placeholders values inside, of their shape and dtype and on their device.
+    """Fills placeholders with values while the context lasts, of their shape and dtype and on their device.
 
     Quantized values are parameters, which take the places of the placeholders in `root`.
     """

@@ -272,13 +272,13 @@ def fit_under_slurm(rank, world_size):
         SLURM_NTASKS=str(world_size), SLURM_NTASKS_PER_NODE=str(world_size), SLURM_NODEID="0",
         SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_JOB_ID="7", SLURM_JOB_NAME="train",
     )  # fmt: skip
-    noted = HandlesRequeue()
+    callback = HandlesRequeue()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         fit_module(
-            world_size=world_size, callbacks=[noted], max_steps=1, plugins=[SLURMEnvironment()]
+            world_size=world_size, callbacks=[callback], max_steps=1, plugins=[SLURMEnvironment()]
         )
-    return noted.handles, sum("auto-requeue is off" in str(w.message) for w in warned)
+    return callback.handles, sum("auto-requeue is off" in str(w.message) for w in warned)
 
 
 def test_no_rank_saves_where_a_signal_of_slurm_finds_it():
