@@ -207,7 +207,7 @@ def test_pipelines_that_never_flush_share_states_to_the_last_bit():
             assert torch.equal(got[name], value), name
 
 
-def test_what_is_stepped_by_whom_depends_on_sizes_alone():
+def test_which_rank_updates_what_depends_on_sizes_alone():
     holders = {"a": (0, 1, 2), "b": (0, 1, 2), "c": (0, 1, 2), "d": (2,), "e": (0, 1)}
     sizes = {"a": 9, "b": 5, "c": 4, "d": 3, "e": 1}
     ranks = stepping_ranks(sizes, holders)
