@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
@@ -26,7 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.placement import keep_notes, quantize_when_placed, replace_parameters
+from lightning_diffpipe.graph.placement import (
+    Quantizing,
+    keep_notes,
+    quantize_when_placed,
+    replace_parameters,
+)
 from lightning_diffpipe.graph.versions import plain_tensors
 
 _BLOCK, _NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share one
@@ -482,6 +487,30 @@ def quantize_components(
     for name, each in weights.items():
         for weight in each:
             quantize_when_placed(weight, quantizations[name])
+
+
+def require_kernels(
+    quantizations: Iterable[tuple[Quantizing, torch.dtype]], device: torch.device
+) -> None:
+    """Tries quantizations on a device with a small weight, before weights are read.
+
+    Args:
+        quantizations: Quantizations, with the types of weights.
+        device: Device on which weights will be quantized.
+
+    Raises:
+        ConfigurationError: The device, or the package there, cannot quantize so or multiply by it.
+    """
+    for how, dtype in quantizations:
+        small = torch.ones(256, 256, dtype=dtype, device=device)
+        try:
+            F.linear(small, how.quantize(small))
+        except Exception as error:  # packages assert, import and raise all kinds
+            raise ConfigurationError(
+                f"{device} cannot quantize weights so, or multiply by them: {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:300]}. Choose another quantization, such as "
+                f"{' or '.join(_NAMED)}, or device"
+            ) from error
 
 
 def _linear_weights(part: nn.Module) -> list[nn.Parameter]:

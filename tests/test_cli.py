@@ -282,6 +282,8 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("callbacks.pipeline_monitor.folder=/dev/null/x", "cannot write callbacks.pipeline_monitor"),
         ("strategy.num_stages=3",
          "strategy.num_stages=3 is more than the 2 ranks; choose between 1 and 2, more ranks, or"),
+        ("strategy.cluster={rank_speeds: [1, 1, 0.5]}",
+         "strategy.cluster has 3 ranks (num_ranks, rank_memory_bytes or rank_speeds), but there are 2"),
         ("data.condition=edgez", "data.condition='edgez'; choose None or edges"),
         ("data.validation_share=1",
          "no glyph is left to train on with data.resolution=64, alphabets=['digits', 'latin', "),

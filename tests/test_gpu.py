@@ -13,7 +13,7 @@ from lightning_diffpipe import Predictor
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.comm.waiting import SideStreams
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.placement import stored_value
+from lightning_diffpipe.graph.placement import is_placeholder, stored_value
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import attention_part, merged
 from tests import gpu_like
@@ -255,6 +255,49 @@ def test_frozen_weights_come_back_to_their_files(num_ranks, tmp_path):
     for mapped, *copied in run_ranks(fit_and_evaluate, num_ranks, chosen, num_ranks):
         assert {name.partition(".")[0] for name in mapped} > {"transformer", "text_encoder"}
         assert copied == [[], []]
+
+
+class Teacher(Callback):
+    """Writes frozen weights through `.data`, which counts no version: in place, and by another tensor."""
+
+    def __init__(self, module):
+        frozen = {
+            n.partition(".")[0]: n for n, p in module.named_parameters() if not p.requires_grad
+        }
+        self.names = frozen["text_encoder"], frozen["transformer"]
+
+    def on_train_batch_end(self, trainer, module, *_):
+        in_place, replaced = map(module.get_parameter, self.names)
+        in_place.data.add_(1)
+        if not is_placeholder(replaced):
+            replaced.data = replaced.data + 1
+
+
+def fit_and_teach(rank, chosen, num_ranks):
+    """Returns by how much the weights that are written have grown when training has ended."""
+    os.environ.update(NODE_RANK=str(rank), LOCAL_RANK="0")
+    module, data = chosen.module_class(**chosen.module), chosen.data_class(4)
+    teacher = Teacher(module)
+    before = [module.get_parameter(name).clone() for name in teacher.names]
+    options = {"strategy": quick_strategy(**chosen.strategy), "callbacks": [teacher]}
+    trainer = quiet_trainer(devices=1, num_nodes=num_ranks, **options, **chosen.trainer)
+    trainer.fit(module, data.train_dataloader())
+    after = map(module.get_parameter, teacher.names)
+    return [float((now - x).mean()) for now, x in zip(after, before, strict=True)]
+
+
+@LINUX
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_frozen_weights_that_were_written_past_autograd_stay_written(num_ranks, tmp_path):
+    folder = str(tmp_path / "flux")
+    tiny_pipelines.build("flux", tmp_path / "parts").save_pretrained(folder)
+    chosen = settings(
+        {"max_steps": 5}, num_stages=num_ranks, num_microbatches=2, process_group_backend="gloo"
+    )
+    chosen.module_class, chosen.data_class = Opened, Images
+    chosen.module = {"folder": folder, "lora": True}
+    for grown in run_ranks(fit_and_teach, num_ranks, chosen, num_ranks):
+        assert grown == pytest.approx([5, 5], abs=1e-3)
 
 
 class ResetPeak(Callback):

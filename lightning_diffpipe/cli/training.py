@@ -48,7 +48,7 @@ def _fit(trainer: Any, module: Any, data: Any, path: str | None = None) -> None:
     """Trains a module; errors have the names of settings."""
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-    names = ("num_stages", "num_replicas", "data_parallel")
+    names = ("num_stages", "num_replicas", "data_parallel", "cluster")
     try:
         with named({name: f"strategy.{name}" for name in names}):
             trainer.fit(module, datamodule=data, ckpt_path=path)

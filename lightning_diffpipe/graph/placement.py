@@ -261,6 +261,11 @@ def is_quantized_later(parameter: Tensor) -> bool:
     return hasattr(parameter, _QUANTIZED) and not is_traceable_wrapper_subclass(parameter)
 
 
+def quantizations_noted(root: nn.Module) -> set[tuple[Quantizing, torch.dtype]]:
+    """Returns how parameters will be quantized, and their types while they are plain."""
+    return {(getattr(p, _QUANTIZED), p.dtype) for p in root.parameters() if is_quantized_later(p)}
+
+
 def note_stored_bytes(placeholder: nn.Parameter, num_bytes: int) -> None:
     """Notes the size of the quantized value that will take the place of a placeholder."""
     setattr(placeholder, _STORED_BYTES, num_bytes)

@@ -10,7 +10,7 @@ A config of diffusers or transformers does not know of adapters, so weights unde
 import copy
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.files import write_atomically
-from lightning_diffpipe.quantization import dequantize, has_quantized
+from lightning_diffpipe.quantization import QuantizedWeight, dequantize, has_quantized
 from lightning_diffpipe.sampling.adapters import MERGE, name_in_file
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -337,12 +337,26 @@ def refuse_others(
         )
 
 
+def copied(part: nn.Module, own: Collection[nn.Parameter] = ()) -> nn.Module:
+    """Copies a part, whose parameters share the memory of the present ones, but for those of `own`."""
+    shared: Any = {
+        id(p): nn.Parameter(p.detach(), p.requires_grad)
+        for p in part.parameters()
+        if p not in own and (type(p) is nn.Parameter or isinstance(p, QuantizedWeight))
+    }
+    return copy.deepcopy(part, shared)
+
+
 def merged(part: nn.Module) -> nn.Module:
-    """Copies a part, with its active adapters in plain weights, under ordinary names; others as they are."""
+    """Copies a part, with its active adapters in plain weights, under ordinary names; others as they are.
+
+    Weights without adapters share the memory of the part's.
+    """
     has_adapters = bool(getattr(part, "peft_config", None))
     if not has_adapters and not has_quantized(part):
         return part
-    part = copy.deepcopy(part)
+    below = (x.get_base_layer() for x in part.modules() if hasattr(x, "get_base_layer"))
+    part = copied(part, {weight for layer in below for weight in layer.parameters()})
     dequantize(part)
     if len({p.device for p in part.parameters()}) > 1:  # a plain base on the host
         part.cpu()

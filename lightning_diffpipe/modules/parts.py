@@ -17,7 +17,6 @@ trained, the folder of the model below them (`base_model`).
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import json
 import pickle
@@ -44,10 +43,11 @@ from lightning_diffpipe.checkpoint_shards import (
 from lightning_diffpipe.comm.mesh import is_first_process
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, raised_by_all
 from lightning_diffpipe.files import write_atomically
-from lightning_diffpipe.graph.placement import quantize_all
+from lightning_diffpipe.graph.placement import quantizations_noted, quantize_all
 from lightning_diffpipe.modules.adapters import (
     Lora,
     adapted_parts,
+    copied,
     lora_weights,
     merged,
     refuse_others,
@@ -76,6 +76,7 @@ from lightning_diffpipe.quantization import (
     has_quantized,
     quantizations_of,
     quantize_components,
+    require_kernels,
 )
 from lightning_diffpipe.runtime.optimizer_sharding import switches_weights
 from lightning_diffpipe.sampling.adapters import SECOND, StoredLora, lora_files, refuse_adapted
@@ -237,6 +238,7 @@ class PartsModule(L.LightningModule):
             if strategy.root_device.type == "cpu":
                 for name in self.frozen_parts:
                     in_float32(getattr(self, name), torch.float16)
+            require_kernels(quantizations_noted(self), strategy.root_device)
             # `DiffPipeStrategy` has each rank quantize what it trains with.
             if stage != "fit" or not hasattr(strategy, "is_resident"):
                 self._swap_quantized()
@@ -477,7 +479,7 @@ class PartsModule(L.LightningModule):
                 index[name] = index_entry(part)
                 if isinstance(part, nn.Module) and dtype is not None:
                     # Past diffusers' own `to`, which warns about every change of type.
-                    part = nn.Module.to(copy.deepcopy(part), dtype)
+                    part = nn.Module.to(copied(part), dtype)
                 write_part(part, folder / name)
         finally:
             self._swap_quantized()

@@ -33,7 +33,7 @@ from lightning_diffpipe.errors import (
 )
 from lightning_diffpipe.graph.fakes import shapes_without_values
 from lightning_diffpipe.graph.placement import keep_stored, note_stored_bytes, quantize_all
-from lightning_diffpipe.quantization import quantizations_of, quantize_components
+from lightning_diffpipe.quantization import quantizations_of, quantize_components, require_kernels
 from lightning_diffpipe.sampling.adapters import (
     AdaptedWeights,
     add_to_others,
@@ -222,6 +222,8 @@ class DiffusersFolder:
         self._has_ip_adapters = bool(adapters)
         stored = [name for name in present if name not in parts]  # what is given stays as it is
         self._quantizations = quantizations_of(opening.quantization, stored)
+        types = {(how, dtype or torch.bfloat16) for how in self._quantizations.values()}
+        require_kernels(types, device)
         self.denoiser = skeleton(denoiser_class, config, device, dtype)
         check_weights(self.denoiser, weights)
         self._pipeline = self._whole_pipeline(files) if leads else None

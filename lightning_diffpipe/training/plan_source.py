@@ -106,9 +106,7 @@ class PipelineOptions:
         # What cannot be is refused before anything is done.
         self.plan_options(1, self.data_parallel)
         if isinstance(self.cluster, Mapping):
-            lists = (self.cluster.get(name) for name in ("rank_memory_bytes", "rank_speeds"))
-            num_ranks = next((len(each) for each in lists if each), _SOME_RANKS)
-            Cluster.from_dict({"num_ranks": num_ranks, **self.cluster})
+            Cluster.from_dict({"num_ranks": self._ranks_of_cluster or _SOME_RANKS, **self.cluster})
         elif not isinstance(self.cluster, Cluster) and self.cluster != "measure":
             raise ConfigurationError(
                 f"cluster must be 'measure', a Cluster or a mapping; got {self.cluster!r}"
@@ -128,12 +126,25 @@ class PipelineOptions:
             values["optimizer_bytes_factor"] = _ADAM_BYTES_FACTOR
         return PlanOptions(**values)
 
-    def refuse_more_stages_than(self, num_ranks: int) -> None:
-        """Refuses more stages than ranks before any process starts, where each needs ranks of its own.
+    @property
+    def _ranks_of_cluster(self) -> int | None:
+        """Number of ranks of the cluster that is given; None if it says nothing of that."""
+        if not isinstance(self.cluster, Mapping):
+            return getattr(self.cluster, "num_ranks", None)
+        lists = (self.cluster.get(name) for name in ("rank_memory_bytes", "rank_speeds"))
+        return self.cluster.get("num_ranks") or next((len(each) for each in lists if each), None)
+
+    def refuse_for(self, num_ranks: int) -> None:
+        """Refuses, before any process starts, a cluster of another number of ranks, and stages without a rank.
 
         Raises:
-            ConfigurationError: There are too few ranks.
+            ConfigurationError: There are too few ranks, or too many.
         """
+        if self.plan is None and self._ranks_of_cluster not in (None, num_ranks):
+            raise ConfigurationError(
+                f"cluster has {self._ranks_of_cluster} ranks (num_ranks, rank_memory_bytes or rank_speeds), but "
+                f"there are {num_ranks} (devices x num_nodes): start as many, or give figures for {num_ranks}"
+            )
         spec = SCHEDULES.get(self.schedule)
         if spec is None or spec.place or self.num_stages == "auto" or self.plan is not None:
             return
@@ -248,6 +259,10 @@ def _make_plan(
     batch_size = probed.num_samples
     if options.plan is not None:
         plan = _given_plan(options.plan, process.world_size, batch_size)
+        if options.cluster != "measure":
+            _log.warning(
+                "cluster is not read, as a given plan is followed as it is; leave it out, or plan again"
+            )
         if plan.options.encode_first and not options.encode_first:
             raise PlanError(
                 "the plan was made with encode_first=true, for ranks without encoders in training; add "

@@ -276,7 +276,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.refuse_alone()
         refuse_divided(arguments.get("model"))
         with raised_by_all():
-            self._options.refuse_more_stages_than(self.world_size)
+            self._options.refuse_for(self.world_size)
         self.choose_checkpoint(trainer, arguments)
 
     def setup_environment(self) -> None:

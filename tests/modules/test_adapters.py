@@ -55,6 +55,19 @@ def test_a_saved_folder_draws_what_the_adapters_draw(adapted, make_model, tmp_pa
     open_source(tmp_path, False, torch.device("cpu"), torch.float32)
 
 
+def test_only_weights_that_adapters_change_are_copied_to_be_saved(adapted):
+    """History: the whole part was, though mapped from its file, and once more in another type."""
+    names = [n for n, _ in adapted.unet.named_parameters() if ".lora_" not in n]
+    plain = dict(adapters.merged(adapted.unet).named_parameters())
+    for name in names:
+        before, after = adapted.unet.get_parameter(name), plain[name.replace(".base_layer", "")]
+        assert torch.equal(before, after) == (not name.endswith(".base_layer.weight"))
+        assert (before.data_ptr() == after.data_ptr()) == (".base_layer" not in name)
+    cast = nn.Module.to(adapters.copied(adapted.unet), torch.float64)
+    assert {p.dtype for p in cast.parameters()} == {torch.float64}
+    assert {p.dtype for p in adapted.unet.parameters()} == {torch.float32}
+
+
 @pytest.mark.slow
 def test_adapters_that_are_off_or_fused_are_saved_as_they_draw(adapted, tmp_path):
     adapted.unet.disable_adapters()

@@ -18,14 +18,18 @@ from lightning_diffpipe.graph.placement import (
 from lightning_diffpipe.graph.versions import plain_tensors
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.modules.on_paper import ModelOnPaper
+from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.profiling.state import placed
 from lightning_diffpipe.quantization import (
+    Quantization,
     Weight8Bit,
     quantization_named,
     quantizations_of,
     quantize_components,
 )
+from tests.distributed.scenarios import quiet_trainer
 from tests.distributed.stored import ROUNDED, Rounded
+from tests.distributed.tiny import Images
 from tests.predictor import tiny_pipelines as tiny
 
 
@@ -94,6 +98,25 @@ def test_a_missing_package_is_named(monkeypatch):
     with pytest.raises(ConfigurationError, match="nf4 needs the package bitsandbytes; run: pip"):
         quantization_named("nf4")
     assert quantization_named("nf4", runs=False).num_bytes(torch.empty(100, 96)) == 6046
+
+
+def lacking(weight):
+    raise RuntimeError("float5 needs another card")
+
+
+def test_a_quantization_that_the_device_lacks_is_named_before_weights_are_read(tmp_path):
+    """History: it ended in the error of a package, when the first layer was timed or placed."""
+    tiny.build("flux", tmp_path / "parts").save_pretrained(tmp_path / "flux")
+    options = {"call": {"max_sequence_length": 8}, "lora": Lora(rank=2)}
+    chosen = {"transformer": Quantization(lacking, ROUNDED.num_bytes)}
+    module = PipelineDiffusion.from_pretrained(tmp_path / "flux", quantization=chosen, **options)
+    says = "cpu cannot quantize .*RuntimeError: float5 needs another card. Choose another "
+    with pytest.raises(ConfigurationError, match=says):
+        quiet_trainer(max_steps=1).fit(module, Images().train_dataloader())
+    for file in tmp_path.glob("flux/vae/*.safetensors"):
+        file.unlink()
+    with pytest.raises(ConfigurationError, match=says):
+        Predictor.from_pretrained(tmp_path / "flux", "single", quantization=chosen)
 
 
 def test_what_is_trained_as_a_whole_stays_plain(tmp_path):

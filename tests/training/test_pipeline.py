@@ -94,7 +94,7 @@ def make_plan(plan, world_size=2, **options):
         ({"frozen_group_size": 8}, "has frozen_group_size=1, but .* or plan again with frozen_group_size=8"),
     ],
 )  # fmt: skip
-def test_options_that_a_given_plan_does_not_follow_are_refused(options, message):
+def test_options_that_a_given_plan_does_not_follow_are_refused(options, message, caplog):
     """History: they were ignored without a word, even where an error had told to set them."""
     plan = find_plan(
         equal_profile(4, frozen_share=0.5),
@@ -106,6 +106,20 @@ def test_options_that_a_given_plan_does_not_follow_are_refused(options, message)
     same = {"num_stages": 2, "num_replicas": [1, 1], "num_microbatches": 8, "filling": "shares"}
     assert make_plan(plan, **same, frozen_group_size=1) is plan
     assert make_plan(plan, world_size=4, data_parallel=2) is plan
+    assert not caplog.messages
+    assert make_plan(plan, cluster={"rank_speeds": [1, 0.5]}) is plan
+    assert "cluster is not read" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "cluster", [Cluster(3), {"num_ranks": 3}, {"rank_memory_bytes": [9e9, 9e9, 9e9]}]
+)
+def test_a_cluster_of_another_number_of_ranks_is_refused_before_processes_start(cluster):
+    """History: plans were made for a rank that was not there."""
+    options = PipelineOptions(cluster=cluster)
+    options.refuse_for(3)
+    with pytest.raises(ConfigurationError, match=r"cluster has 3 ranks .*there are 2"):
+        options.refuse_for(2)
 
 
 def test_after_a_failure_nothing_waits_for_messages_of_nccl(monkeypatch):
