@@ -338,6 +338,7 @@ def survey(
     seed_of: Callable[[int, int], int],
     arguments: tuple[Any, ...] = (),
     moments: Sequence[Moment] = (),
+    runs_ahead: bool = True,
 ) -> tuple[CallSequence, CallSequences]:
     """Finds call sequences of a step by trials, with the seeds of its first batches; returns the longest, and all.
 
@@ -354,6 +355,7 @@ def survey(
         seed_of: Seed of a microbatch, by the numbers of its batch and of itself.
         arguments: Further arguments of the step for the first batch; the first of them is the batch's number.
         moments: Later moments of the training.
+        runs_ahead: Frozen layers may run before the step of their batch; only then `moves_frozen` is looked for.
 
     Raises:
         GraphError: None of the sequences calls all layers.
@@ -374,7 +376,7 @@ def survey(
                 return [(sequence, replace(replay, moment=moment))]
             return []
 
-        moves_frozen = view.moves_frozen(*trial(0, 0)[:2], moments)
+        moves_frozen = runs_ahead and view.moves_frozen(*trial(0, 0)[:2], moments)
         if not (graph.counters or graph.generators):
             trials = [view.record(*trial(number, 0)) for number in range(_FEW)]
             distinct: set[CallSequence | None] = {sequence for sequence, _ in trials}

@@ -23,7 +23,11 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -36,6 +40,8 @@ Result = TypeVar("Result")
 
 DEVICE_OF = torch.ops.prim.device.default
 """Asked by autograd for every fake tensor it sees: half of all calls that modes get."""
+
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 _EMPTIED = (OrderedDict, dict, set, list)
 SHARED_ATTRIBUTES = ("_trainer", "_fabric", "trainer")
@@ -189,16 +195,34 @@ class TrackedFakeMode(FakeTensorMode):
             return args[0].device
         if (value := _sampled(func, args, kwargs or {})) is not None:
             return value
-        out = self.dispatch(func, types, args, kwargs or {})
+        if func is _UNSAFE_VIEW:  # a view that autograd takes for none, and caches for unfit
+            func = torch.ops.aten.view.default
+        if _is_view(func) and type(args[0]) is FakeTensor and args[0].constant is None:
+            out = self._view(func, args, kwargs or {})
+        else:
+            out = self.dispatch(func, types, args, kwargs or {})
         for leaf in out if isinstance(out, list | tuple) else (out,):
             if isinstance(leaf, FakeTensor):
                 self._made.append(StorageWeakRef(leaf.untyped_storage()))
         return out
 
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Returns a view by the code that all devices share; to store the answer would take ten times as long."""
+        with in_kernel_invocation_manager(self):
+            out = func(*args, **kwargs)
+        wrap = lambda leaf: FakeTensor(self, leaf, args[0].fake_device)
+        return list(map(wrap, out)) if isinstance(out, list | tuple) else wrap(out)
+
     def anything_alive(self) -> bool:
         """Returns whether a tensor made under this mode survived the step."""
         self._made = [reference for reference in self._made if not reference.expired()]
         return bool(self._made)
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Returns whether an operator gives a view in any case; `aten.to` and its like copy in some."""
+    return bool(func.is_view and not func._can_decompose())
 
 
 def _sampled(func: Any, args: Sequence[Any], kwargs: Any) -> Tensor | None:

@@ -95,6 +95,7 @@ def probe_step(
     planned: tuple[str, ...] = (),
     arguments: tuple[Any, ...] = (),
     moments: Sequence[Moment] = (),
+    runs_ahead: bool = True,
 ) -> ProbedStep:
     """Finds out which layers a step calls, in which sequences, and which of them know nothing of each other.
 
@@ -107,6 +108,7 @@ def probe_step(
         planned: Trained layers that a given plan or profile names; they are taken where this module has them.
         arguments: Further arguments of the step for the first batch.
         moments: Later moments of training, at which the step may call other layers.
+        runs_ahead: Frozen layers may run before the step of their batch, as on several ranks.
 
     Raises:
         GraphError: The step cannot be cut at its layers, or has too many call sequences.
@@ -118,7 +120,7 @@ def probe_step(
     small = take_samples(batch, num_samples, number, split)
     with _telling_of_smaller_batch(number, num_samples):
         graph, sequences = _layers_and_sequences(
-            module, step, small, batch_spec, seed, planned, arguments, moments
+            module, step, small, batch_spec, seed, planned, arguments, moments, runs_ahead
         )
     widest = sequences.widest_of(step)
     chains, least = find_chains(module, widest, small, graph), 1
@@ -154,6 +156,7 @@ def _layers_and_sequences(
     planned: tuple[str, ...],
     arguments: tuple[Any, ...],
     moments: Sequence[Moment],
+    runs_ahead: bool,
 ) -> tuple[LayerGraph, CallSequences]:
     """Returns the layers of a step, in its longest call sequence, and all its call sequences."""
 
@@ -170,9 +173,9 @@ def _layers_and_sequences(
             return graph
 
     graph = probed(step)
-    seed_of = partial(microbatch_seed, seed, 0)
+    given = partial(microbatch_seed, seed, 0), arguments, moments, runs_ahead
     try:
-        widest, sequences = survey(module, step, batch, graph, seed_of, arguments, moments)
+        widest, sequences = survey(module, step, batch, graph, *given)
     except DiffPipeError:
         raise
     except Exception as error:  # of any code, on numbers that mean nothing
@@ -185,7 +188,7 @@ def _layers_and_sequences(
     # The probe may have needed values of coins, which the longest sequence fixes.
     if names_of(widest) != graph.layer_names or graph.needs_values:
         graph = probed(sequences.widest.of_step(step))
-        widest, sequences = survey(module, step, batch, graph, seed_of, arguments, moments)
+        widest, sequences = survey(module, step, batch, graph, *given)
         if names_of(widest) != graph.layer_names:
             raise not_repeated(names_of(widest), graph.layer_names)
     elif sequences.by_reads:

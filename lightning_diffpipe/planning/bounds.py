@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -101,18 +101,33 @@ class Bounds:
 
     def stage_s(self, first: int, stop: int, replicas: int, back_s: float = 0.0) -> float:
         """Returns the bound that one stage sets for the whole step; `back_s` on links to the first layer."""
-        work = self._work_s(replicas)
+        return self._stage_s_from(first, replicas, back_s)(stop)
+
+    def _stage_s_from(
+        self, first: int, replicas: int, back_s: float = 0.0
+    ) -> Callable[[int], float]:
+        """Returns `stage_s` for a given first layer, as a function of where the stage stops."""
+        work, gradient_bytes = self._work_s(replicas), self._gradient_bytes
         group = replicas * self.shape.num_pipelines
-        sync_s = 0.0
-        if group > 1:
-            num_bytes = self._gradient_bytes[stop] - self._gradient_bytes[first]
-            cluster = self.model.cluster
-            links = (cluster.all_reduce, cluster.all_reduce_between_hosts or cluster.all_reduce)
-            sync_s = min(link.all_reduce_s(num_bytes, group) for link in links)
         if back_s and self.shape.spec.splits_backward:
             back_s = 0.0
-        tail_s = max(self._end_s[first] + back_s, sync_s)
-        return self.frozen_s + self._start_s[first] + work[stop] - work[first] + tail_s
+        start_s, end_s, done_s = (
+            self.frozen_s + self._start_s[first],
+            self._end_s[first],
+            work[first],
+        )
+        end_s += back_s
+        if group == 1:
+            return lambda stop: start_s + work[stop] - done_s + max(end_s, 0.0)
+        cluster = self.model.cluster
+        links = {cluster.all_reduce, cluster.all_reduce_between_hosts or cluster.all_reduce}
+
+        def bound_s(stop: int) -> float:
+            num_bytes = gradient_bytes[stop] - gradient_bytes[first]
+            sync_s = min([link.all_reduce_s(num_bytes, group) for link in links])
+            return start_s + work[stop] - done_s + max(end_s, sync_s)
+
+        return bound_s
 
     def cuts_s(self, cuts: Sequence[Cut]) -> float:
         """Returns the bound of a whole cut; counts the way over every link to a stage and back as well.
@@ -169,7 +184,7 @@ class Bounds:
             encodes = later_ranks < (self.num_encoding or self.shape.num_ranks)
             left = limit - encodes * self.model.frozen_bytes + needs[first]
             stop = bisect_right(needs, left * (1 + _SLACK)) - 1
-        stops, bound_s = range(first + 1, stop + 1), partial(self.stage_s, first, replicas=replicas)
+        stops, bound_s = range(first + 1, stop + 1), self._stage_s_from(first, replicas)
         return first + bisect_right(stops, limit_s * (1 + _SLACK), key=bound_s)
 
     def alive_sizes(self, replicas: int, later_ranks: int) -> tuple[int, ...]:

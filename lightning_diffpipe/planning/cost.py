@@ -41,8 +41,7 @@ from lightning_diffpipe.planning.profile import BackboneProfile, ModelProfile
 from lightning_diffpipe.planning.schedule import Message, Placement, route
 
 
-@dataclass(frozen=True, slots=True)
-class LayerRun:
+class LayerRun(NamedTuple):
     """Layers `first` (inclusive) to `stop` (exclusive)."""
 
     first: int

@@ -7,7 +7,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, cycle, pairwise
 
 from lightning_diffpipe.planning.cost import (
@@ -107,6 +107,17 @@ class Proposal:
         return tuple(LayerRun(first, stop) for first, stop, _ in self.cuts)
 
 
+@cache
+def known_of(
+    spec: ScheduleSpec, base: Placement, placement: Placement, sizes: tuple[int, ...]
+) -> tuple[dict[int, dict[int, Waiting]], dict[tuple[int, ...], Outline]]:
+    """Returns peaks and outlines that are known of a placed schedule, by rank and by first stages.
+
+    They depend on no costs, so that all evaluators share them; `find_plan` empties this cache when it ends.
+    """
+    return {}, {}
+
+
 @dataclass(frozen=True)
 class PlacedSchedule:
     """Schedule and placement, shared by proposals that differ in their cuts and the time of frozen work."""
@@ -116,10 +127,10 @@ class PlacedSchedule:
     placement: Placement
     sizes: tuple[int, ...]
     links: PipelineLinks
-    _peaks: dict[int, dict[int, Waiting]] = field(default_factory=dict, repr=False, compare=False)
-    _outlines: dict[tuple[int, ...], Outline] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+
+    @cached_property
+    def _known(self) -> tuple[dict[int, dict[int, Waiting]], dict[tuple[int, ...], Outline]]:
+        return known_of(self.spec, self.base, self.placement, self.sizes)
 
     def schedule(self) -> Schedule:
         """Makes the schedule without frozen work each time, as many large ones would slow down everything else."""
@@ -130,7 +141,8 @@ class PlacedSchedule:
 
     def peak(self, rank: int) -> dict[int, Waiting]:
         """Returns `peak_samples_of` a rank; most pipelines that do not fit are known by their first ranks."""
-        if rank not in self._peaks:
+        peaks, _ = self._known
+        if rank not in peaks:
             stages, sizes = self.placement.stages_of(rank), self.sizes
             if self.runs_free:
                 in_a_row = range(self.base.num_stages)
@@ -140,8 +152,8 @@ class PlacedSchedule:
                 program = self.spec.program(self.base, len(sizes), rank)
             else:
                 program = self.schedule().programs[rank]
-            self._peaks[rank] = peak_samples_of(program, stages, sizes)
-        return self._peaks[rank]
+            peaks[rank] = peak_samples_of(program, stages, sizes)
+        return peaks[rank]
 
     @property
     def runs_free(self) -> bool:
@@ -166,9 +178,10 @@ class PlacedSchedule:
 
     def outline(self, starts: tuple[int, ...]) -> Outline:
         """Returns what decides how long it takes if microbatches begin at these stages; made when simulated."""
-        if starts not in self._outlines:
-            self._outlines[starts] = outline_of(self.schedule().starting_at(starts), self.sizes)
-        return self._outlines[starts]
+        _, outlines = self._known
+        if starts not in outlines:
+            outlines[starts] = outline_of(self.schedule().starting_at(starts), self.sizes)
+        return outlines[starts]
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ Cuts are searched by `cut_search.py`. Where it does not fit:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -23,7 +24,13 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PlanErr
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.cut_search import Search, fastest, fits
-from lightning_diffpipe.planning.evaluation import UNFILLED_SHARE, Evaluator, Proposal, preference
+from lightning_diffpipe.planning.evaluation import (
+    UNFILLED_SHARE,
+    Evaluator,
+    Proposal,
+    known_of,
+    preference,
+)
 from lightning_diffpipe.planning.memory import Waiting
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -53,6 +60,16 @@ MOST_ROUNDS = 3
 """Searches with fewer and fewer layers that are recomputed or streamed."""
 
 
+@contextlib.contextmanager
+def _forgetting_schedules() -> Iterator[None]:
+    """Frees the memory of the schedules that were tried inside."""
+    try:
+        yield
+    finally:
+        known_of.cache_clear()
+
+
+@_forgetting_schedules()
 def find_plan(
     profile: ModelProfile,
     cluster: Cluster,

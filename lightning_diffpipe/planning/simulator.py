@@ -83,7 +83,14 @@ def _timeline(schedule: Schedule, outline: Outline, costs: PipelineCosts) -> Tim
     """Returns what happens, in the order of the rows; each rank does what stands in its program."""
     starts_s: list[float] = []
     _run(outline, costs, 0.0, starts_s)
-    todo = [zip(p, schedule.outputs_of(p), strict=True) for p in schedule.programs]
+    todo = [
+        (
+            pair
+            for pair in zip(p, schedule.outputs_of(p), strict=True)
+            if not isinstance(pair[0], _COLLECTIVES)
+        )
+        for p in schedule.programs
+    ]
     link_free_s = [0.0] * outline.num_edges
     spans, transfers = list[Span](), list[Transfer]()
     for (rank, work, meeting, sent, equal_message, edge), now_s in zip(
@@ -96,8 +103,7 @@ def _timeline(schedule: Schedule, outline: Outline, costs: PipelineCosts) -> Tim
                 if stop_s > now_s:
                     spans.append(Span(peer, collective, now_s, stop_s))
             continue
-        instructions = (pair for pair in todo[rank] if not isinstance(pair[0], _COLLECTIVES))
-        instruction, message = next(instructions)
+        instruction, message = next(todo[rank])
         stop_s = now_s
         if isinstance(instruction, (Staged, Encode)):
             stop_s += costs.compute_s(outline.works[work])

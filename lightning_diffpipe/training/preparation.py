@@ -124,14 +124,14 @@ def _probed_and_planned(
         planned = agree(planned_layers(options) if process.rank == 0 else (), world)
         probe_all = partial(
             probe_step, module, step, batch, size, seed=seed, planned=planned, arguments=arguments,
-            moments=moments,
+            moments=moments, runs_ahead=process.world_size > 1,
         )  # fmt: skip
         with bar(shows, "probing the layers of a step", counted=False, stays=False):
             probed = on_all_ranks(probe_all, world)
         with raised_by_all():
             require_equal(probed.graph.digest, world)
             refuse_one_chain(probed.chains, options)
-    if probed.sequences.moves_frozen and options.plan is None and process.world_size > 1:
+    if probed.sequences.moves_frozen and options.plan is None:
         _log.info("what frozen layers get follows the step: they run in the step of their batch")
         options = replace(options, filling="none")
     warn_of_whole_compiled(module, probed.graph)

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.cut import tail
+from lightning_diffpipe.graph.fakes import without_garbage_collection
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, TensorSpec
 from lightning_diffpipe.graph.probed_step import ProbedStep
@@ -183,6 +184,7 @@ class MeanCheck:
     interception: Interception
     _views: dict[int, StageView] = field(default_factory=dict, init=False)
 
+    @without_garbage_collection()
     def difference(self, num_microbatches: int) -> str:
         """Returns what is different, why, and a remedy; empty if nothing is, or it cannot be found out.
 

@@ -6,6 +6,7 @@ History: a coin over the only frozen layer was an AssertionError, a parameter th
 weights NaN, and a term of the loss that came and went did so to the loss.
 """
 
+import contextlib
 import itertools
 import random
 import re
@@ -466,3 +467,29 @@ def test_counts_in_odd_places_that_decide_what_is_called_are_refused_with_a_cure
         GraphError, match=r"something else decides, .* whole number in an attribute"
     ):
         probe_step(Counting(), step, torch.randn(4, 2), 4, seed=1)
+
+
+def test_what_frozen_layers_get_is_looked_at_where_they_run_ahead():
+    """One rank runs them as they are called, so that four runs of the step would tell it nothing."""
+    runs, moves = {True: 0, False: 0}, {}
+
+    @contextlib.contextmanager
+    def later():
+        module.seen = 5
+        yield 1
+        module.seen = 0
+
+    for ahead in runs:
+        module = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+        module.seen = 0
+
+        def step(module, batch, *_, ahead=ahead):
+            runs[ahead] += 1
+            return module(batch + module.seen).square().mean()
+
+        probed = probe_step(
+            module, step, torch.randn(4, 2), 4, seed=1, moments=(later,), runs_ahead=ahead
+        )
+        moves[ahead] = probed.sequences.moves_frozen
+    assert moves == {True: True, False: False}
+    assert runs[True] - runs[False] == 4

@@ -11,10 +11,12 @@ import types
 import numpy as np
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 from torch.quasirandom import SobolEngine
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError
+from lightning_diffpipe.graph.fakes import TrackedFakeMode
 from lightning_diffpipe.graph.layer import TensorSpec
 from lightning_diffpipe.graph.probe import fold, probe, probe_named, reprobe
 from lightning_diffpipe.graph.step import batch_signature
@@ -641,3 +643,24 @@ def test_specs_describe_dense_layouts():
     assert TensorSpec.of(torch.zeros(1).expand(2, 3)).stride == (3, 1)
     part = tensor[:, ::2]
     assert TensorSpec.of(part).empty().stride() == torch.empty_like(part).stride()
+
+
+VIEWS = {
+    "view": lambda x: x.view(4, 2, 3), "t": lambda x: x.t(), "expand": lambda x: x[:, None].expand(4, 3, 6),
+    "split": lambda x: x.split([2, 4], dim=1), "detach": lambda x: x.detach(), "real": torch.real,
+    "as_strided": lambda x: x.as_strided((2, 3), (1, 2), 1),
+    "unsafe": lambda x: torch.ops.aten._unsafe_view(x, [4, 2, 3]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_views_of_fake_tensors_are_those_of_real_ones(view, dtype):
+    mode, real = TrackedFakeMode(), torch.randn(6, 4, dtype=dtype).t()
+    fake = mode.like(real)
+    with mode:
+        views = pytree.tree_leaves(view(fake))
+    for one, other in zip(views, pytree.tree_leaves(view(real)), strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        assert (one.storage_offset(), one.device) == (other.storage_offset(), other.device)
+        assert one.untyped_storage()._cdata == fake.untyped_storage()._cdata

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.schedules import steps as measured_steps
 from lightning_diffpipe.errors import PlanError
-from lightning_diffpipe.planning import cut_search
+from lightning_diffpipe.planning import cut_search, evaluation
 from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun, PipelineLinks, pipeline_costs
@@ -826,3 +826,24 @@ def test_what_the_benchmark_of_schedules_measures_can_be_planned(part, num_ranks
         )  # fmt: skip
         planned = find_plan(profile, case.cluster(num_ranks, 0.01), options).planned
         assert planned.iteration_s >= planned.no_bubble_limit_s * (1 - 1e-9)
+
+
+def test_searches_for_one_plan_share_what_depends_on_no_costs(monkeypatch):
+    """History: each number of stages, with other layers recomputed, made the same outlines anew: nine of ten."""
+    made = []
+
+    def outlined(schedule, sizes):
+        made.append((schedule.placement.stage_ranks, schedule.programs, tuple(sizes)))
+        return outline_of(schedule, sizes)
+
+    monkeypatch.setattr(evaluation, "outline_of", outlined)
+    sizes = {
+        "parameter_bytes": 10,
+        "gradient_bytes": 10,
+        "activation_bytes_per_sample": 20,
+        "input_bytes_per_sample": 1,
+    }
+    profile = equal_profile(12, **sizes)
+    find_plan(profile, Cluster(4, memory_bytes=250), PlanOptions(16))
+    assert len(made) == len(set(made)) > 5
+    assert not evaluation.known_of.cache_info().currsize
