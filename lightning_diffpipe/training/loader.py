@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
@@ -401,8 +402,9 @@ class Feed(CombinedLoader):
         state, mesh = None, self.strategy.mesh
         seed, alone = self._seed_of(fetched), mesh.layout.ranks_per_pipeline == 1
         if self._is_read:
-            draws = seed is not None and self._has_hooks
-            drawing = isolated_random_numbers(seed) if draws else contextlib.nullcontext()
+            drawing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if seed is not None and self._has_hooks:
+                drawing = isolated_random_numbers(seed)
             with drawing, patched(self.strategy, transfers=True):
                 fetched.batch = self._moved(fetched, device)
             state = rng.capture(host=True) if seed is None and not alone else None
@@ -415,7 +417,9 @@ class Feed(CombinedLoader):
     def _has_hooks(self) -> bool:
         """Whether code of the user's takes part in transfers; to set its random numbers aside takes a while."""
         owners = self.strategy.lightning_module, self._trainer.datamodule
-        return any(is_overridden(hook, owner) for owner in owners for hook in _TRANSFER_HOOKS)
+        return any(
+            is_overridden(hook, owner, DataHooks) for owner in owners for hook in _TRANSFER_HOOKS
+        )
 
     def _moved(self, fetched: Fetched, device: torch.device) -> Any:
         module, batch, (_, loader) = self.strategy.lightning_module, fetched.batch, fetched.place
