@@ -18,6 +18,7 @@ import pickle
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -129,12 +130,12 @@ class Mesh:
         """Type of numbers that ranks sum: float32 would round counts above 2^24. Apple's GPUs have no other."""
         return torch.float32 if self.device.type == "mps" else torch.float64
 
-    @property
+    @cached_property
     def pipeline_ranks(self) -> tuple[int, ...]:
         """World ranks of this rank's pipeline, in order."""
         return self.layout.pipeline_ranks(self.pipeline)
 
-    @property
+    @cached_property
     def local_rank(self) -> int:
         """Position of this rank in its pipeline."""
         return self.layout.local_rank(self.rank)

@@ -139,7 +139,7 @@ class Transport:
 
     def come_to(self, instruction: Instruction) -> None:
         """Begins the posted receives that belong before an instruction which the program has reached."""
-        for key in self._receives_before.get(instruction, ()):
+        for key in self._receives_before.get(instruction, ()) if self._receives_before else ():
             self._begin(key)
 
     def _begin(self, key: MessageKey) -> _AwaitedWork:

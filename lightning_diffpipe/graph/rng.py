@@ -19,8 +19,7 @@ import itertools
 import pickle
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -32,8 +31,7 @@ from lightning_diffpipe.errors import GraphError
 _SEED_BOUND = 2**63 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class RandomState:
+class RandomState(NamedTuple):
     """States of the global generators; `host` (random, numpy) is None where no code samples from them."""
 
     cpu: Tensor
@@ -141,17 +139,15 @@ def private_stream(host: bool) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def only_seeds_drawn(name: str, num_seeds: int) -> Iterator[None]:
-    """Runs a layer that takes so many numbers from the stream of the glue, as its stub does on other stages.
+def require_only_seeds_drawn(state: RandomState, name: str, num_seeds: int) -> None:
+    """Checks that a layer has taken so many numbers from the stream of the glue, as its stub does on other stages.
 
-    Kernels of one's own sample past the dispatcher, perhaps on a GPU only, where no probe has seen them.
+    Kernels of one's own sample past the dispatcher, perhaps on a GPU only, where no probe has seen them. `state` is
+    what `capture(host=False)` gave before the layer ran.
 
     Raises:
         GraphError: It has sampled something else: the streams of its stage and of others would differ from now on.
     """
-    state = capture(host=False)
-    yield
     if num_seeds:  # else it shall leave what it found, as most layers do
         before, state = state, capture(host=False)
         restore(before)

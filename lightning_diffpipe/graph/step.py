@@ -311,11 +311,17 @@ def fresh(batch: Any, written: Collection[str] = ()) -> Any:
         >>> fresh(batch).pop("caption"), batch
         (['a', 'b'], {'caption': ['a', 'b'], 'scale': 2.0})
     """
-    if not written:
-        return pytree.tree_map(_alias, batch)
-    return pytree.tree_map_with_path(
-        lambda path, leaf: leaf.clone() if pytree.keystr(path) in written else _alias(leaf), batch
-    )
+    if written:
+        return pytree.tree_map_with_path(
+            lambda path, leaf: leaf.clone() if pytree.keystr(path) in written else _alias(leaf),
+            batch,
+        )
+    # Written out for what most batches are made of, of which every run of a step gets one.
+    if type(batch) is dict:
+        return {key: fresh(part) for key, part in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(map(fresh, batch))
+    return _alias(batch) if isinstance(batch, Tensor | str) else pytree.tree_map(_alias, batch)
 
 
 def _alias(leaf: Any) -> Any:

@@ -213,9 +213,11 @@ class StubbedRun(Run):
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Executes or stubs the next layer."""
-        if self._inside:
-            return self.call_inside(site, args, kwargs)
         view, position = self._view, self._position
+        if self._inside:
+            if view.fine:
+                return self.call_inside(site, args, kwargs)
+            return site.diffpipe_original(*args, **kwargs)
         if site.name not in view.sites:
             return site.diffpipe_original(*args, **kwargs)  # an expanded container: glue
         if self._stopping:
@@ -283,10 +285,13 @@ class StubbedRun(Run):
         checkpointing = self.checkpointing and torch.is_grad_enabled()
         self._inside = True
         try:
-            with rng.only_seeds_drawn(layer.name, layer.num_seeds):
-                if checkpointing:
-                    return checkpoint(self.call_inside, site, args, kwargs, use_reentrant=False)
-                return self.call_inside(site, args, kwargs)
+            state = rng.capture(host=False)
+            if checkpointing:
+                out = checkpoint(self.call_inside, site, args, kwargs, use_reentrant=False)
+            else:
+                out = self.call_inside(site, args, kwargs)
+            rng.require_only_seeds_drawn(state, layer.name, layer.num_seeds)
+            return out
         finally:
             self._inside = False
 
@@ -357,7 +362,7 @@ class StubbedRun(Run):
 
     def _checked(self, layer: Layer, out: Any) -> Any:
         """Compares an output with the probe, stores what will be sent, returns the rest."""
-        flat, spec = pytree.tree_flatten(out)
+        flat, spec = ([out], None) if isinstance(out, Tensor) else pytree.tree_flatten(out)
         if len(flat) != len(layer.outputs):
             raise GraphError(
                 f"{layer.name} returned {len(flat)} values, the probe saw {len(layer.outputs)}; a module "
@@ -382,7 +387,7 @@ class StubbedRun(Run):
         for leaf, expected in enumerate(layer.outputs):
             if isinstance(expected, SameAs):
                 flat[leaf] = flat[expected.leaf]
-        return pytree.tree_unflatten(flat, spec)
+        return flat[0] if spec is None else pytree.tree_unflatten(flat, spec)
 
     def _keep(self, layer: Layer, leaf: int, value: Tensor, expected: TensorSpec) -> Tensor:
         # One that needs no gradient any more, as what makes it was frozen, is where the backward ends.

@@ -38,6 +38,7 @@ from lightning_diffpipe.modules.parts import PartsModule, warn_of_cut
 from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of, spans_of
 from lightning_diffpipe.pipelines.stand_ins import (
     decoding_in_own_precision,
+    dtype_of,
     in_own_precision,
     replaying,
 )
@@ -285,7 +286,7 @@ class PipelineDiffusion(PartsModule):
         if tail.frames_apart:
             pixels = pixels.transpose(1, 2).flatten(0, 1)
         with in_own_precision(vae, pixels.device):
-            encoded = vae.encode(pixels.to(vae.dtype))
+            encoded = vae.encode(pixels.to(dtype_of(vae)))
         posterior = getattr(encoded, "latent_dist", None)
         if posterior is not None:
             drawn = posterior.sample() if sample else posterior.mode()

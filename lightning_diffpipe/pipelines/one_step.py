@@ -36,7 +36,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +54,7 @@ from lightning_diffpipe.pipelines.stand_ins import (
     StandIn,
     checked_arguments,
     dropping_encoder,
+    dtype_of,
     encoder_of_images,
     encoding_first_frames,
     first_frame_processor,
@@ -63,6 +63,7 @@ from lightning_diffpipe.pipelines.stand_ins import (
     of_type,
     one_timestep,
     per_sample,
+    placed,
     tensor_processor,
     torch_of_call,
 )
@@ -424,7 +425,7 @@ class OneStep:
         # A class that knows where it runs: diffusers looks at every module for that.
         cls, device = type(pipeline), property(lambda self: self.device_of_latents)
         pipeline.__class__ = type(cls.__name__, (cls,), {"_execution_device": device})
-        dtype = _dtype_of(parts[self.denoiser])
+        dtype = dtype_of(parts[self.denoiser])
         loop_is_over, drawn = False, list[Tensor]()
 
         def step(prediction: Tensor, sample: Tensor) -> Tensor:
@@ -462,6 +463,8 @@ class OneStep:
                 processors = {n: p for n, p in attributes.items() if hasattr(p, "preprocess_video")}
                 attributes.update({n: first_frame_processor(p) for n, p in processors.items()})
             attributes[self.decoder] = no_decoder(parts[self.decoder], on_decode, encode)
+        networks = [name for name, part in parts.items() if hasattr(part, "modules")]
+        attributes.update({n: placed(attributes[n], timesteps.device) for n in networks})
         methods = {name: _drawing_from(method, noise) for name, method in self._drawing.items()}
         call = methods.pop("__call__")  # which is among them for every class
         for name, drawing in methods.items():
@@ -604,17 +607,6 @@ def required_by(cls: type) -> list[str]:
         if (p.name in _IMAGES and types.NoneType not in get_args(p.annotation))
         or (p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
     ]
-
-
-_dtypes: WeakKeyDictionary[Any, tuple[torch.dtype, torch.dtype]] = WeakKeyDictionary()
-
-
-def _dtype_of(part: Any) -> torch.dtype:
-    """Returns the type of a part, cached until its first weight changes, as diffusers looks at every module."""
-    first = next(part.parameters()).dtype
-    if part not in _dtypes or _dtypes[part][0] != first:
-        _dtypes[part] = first, part.dtype
-    return _dtypes[part][1]
 
 
 @functools.cache

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import BatchEncoding, BatchFeature
 
 from lightning_diffpipe.errors import ConfigurationError
@@ -86,11 +87,43 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # not yet made, as in a deep copy
             raise AttributeError(name)
-        return getattr(self._real, name)
+        return dtype_of(self._real) if name == "dtype" else getattr(self._real, name)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Calls the part."""
         return vars(self).get("call", self._real)(*args, **options)
+
+
+_dtypes: WeakKeyDictionary[nn.Module, tuple[Any, ...]] = WeakKeyDictionary()
+
+
+def dtype_of(part: Any) -> Any:
+    """Returns the type of a part, cached until its first weight has another, as diffusers looks at every module."""
+    if not isinstance(part, nn.Module):
+        return getattr(part, "dtype", None)
+    holder, name, first, dtype = _dtypes.get(part, (lambda: None, "", (), None))
+    weight = getattr(holder(), "_parameters", {}).get(name)
+    if getattr(weight, "dtype", None) != first:
+        dtype = getattr(part, "dtype", None)
+        for path, weight in itertools.islice(part.named_parameters(), 1):
+            owner, _, name = path.rpartition(".")
+            _dtypes[part] = ref(part.get_submodule(owner)), name, weight.dtype, dtype
+    return dtype
+
+
+def placed(real: Any, device: torch.device) -> StandIn:
+    """Returns a part that tells diffusers its type, and the device of its inputs, without a look at its modules.
+
+    Diffusers asks them in turn for a hook that moves weights, several times in a call: the first one has it.
+    """
+    record = types.SimpleNamespace
+    hooks = {"group_offloading": record(config=record(onload_device=device))}
+
+    def modules() -> Iterator[Any]:
+        yield record(_diffusers_hook=record(get_hook=hooks.get))
+        yield from real.modules()
+
+    return StandIn(real, device=device, modules=modules)
 
 
 def torch_of_call(draw: Draw) -> StandIn:
@@ -256,14 +289,14 @@ def decoding_in_own_precision(vae: Any) -> contextlib.AbstractContextManager[Any
 
     def decode_in_type(latents: Tensor, *args: Any, **options: Any) -> Any:
         with in_own_precision(vae, latents.device):
-            return decode(latents.to(vae.dtype), *args, **options)
+            return decode(latents.to(dtype_of(vae)), *args, **options)
 
     return mock.patch.object(vae, "decode", decode_in_type)
 
 
 def of_type(real: Any, dtype: torch.dtype) -> Any:
     """Returns a text encoder whose answers have a type; itself where it has that."""
-    if getattr(real, "dtype", dtype) == dtype:
+    if dtype_of(real) in (None, dtype):
         return real
 
     def call(*args: Any, **options: Any) -> Any:
@@ -355,7 +388,7 @@ class Lockstep:
             parts: dict[str, Any] = {name: make() for name, make in processors.items()}
             for name, part in self._networks.items():
                 call = partial(self._ask, part, replies)
-                parts[name] = StandIn(part, call=call, dtype=part.dtype)
+                parts[name] = StandIn(part, call=call, dtype=dtype_of(part))
             for name, part in self._encoders.items():
                 mode = partial(self._ask, partial(_mode, part), replies)
                 parts[name] = StandIn(
@@ -391,7 +424,7 @@ def encoding(real: Any) -> Callable[..., Any]:
 
     def encode(pixels: Tensor, *args: Any, **options: Any) -> Any:
         with in_own_precision(real, pixels.device):
-            return real.encode(pixels.to(real.dtype), *args, **options)
+            return real.encode(pixels.to(dtype_of(real)), *args, **options)
 
     return encode
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 from lightning_diffpipe.errors import ScheduleError
@@ -93,7 +93,7 @@ class Flow(NamedTuple):
     reader: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Placement:
     """Assignment of stages to ranks.
 
@@ -140,7 +140,7 @@ class Placement:
         """Stages of all backbones together."""
         return len(self.stage_ranks)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """Ranks of one pipeline."""
         return 1 + max(rank for ranks in self.stage_ranks for rank in ranks)

@@ -113,11 +113,11 @@ class Executor:
         if self.stream is not None:
             self.stream.follow(streamed_runs(program, self.stream.stages))
         try:
+            start = recording.stamp()
             for self.position, instruction in enumerate(program):
-                start = recording.stamp()
                 self.transport.come_to(instruction)
                 yield from self._execute(instruction, works, frozen)
-                recording.add(instruction, start)
+                start = recording.add(instruction, start)  # a stamp is an event of a GPU
             if self.flushes:
                 self.transport.finish()
                 self.runner.stash.check_empty()

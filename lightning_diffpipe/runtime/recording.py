@@ -46,9 +46,11 @@ class Recording:
         """Returns a stamp of this point in time."""
         return self._clock.stamp()
 
-    def add(self, instruction: Instruction, start: Any) -> None:
-        """Notes that an instruction ran from a stamp until now."""
-        self._stamped.append(_Stamped(instruction, start, self._clock.stamp()))
+    def add(self, instruction: Instruction, start: Any) -> Any:
+        """Notes that an instruction ran from a stamp until now; returns the stamp of now."""
+        stop = self._clock.stamp()
+        self._stamped.append(_Stamped(instruction, start, stop))
+        return stop
 
     def end_of(self, instruction: Instruction) -> Any:
         """Returns the stamp at which an instruction ended; `None` if it has not."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import time
 import warnings
@@ -34,9 +35,11 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import (
     BatchSampler,
@@ -273,6 +276,7 @@ class Feed(CombinedLoader):
         return self  # of a trainer that is copied while it goes through its data
 
     def _forget(self) -> None:
+        vars(self).pop("_has_hooks", None)
         self._batches = deque[Fetched]()  # read, and not given yet
         self._num_fetched = self._num_read = 0
         self._has_given = self._is_over = False
@@ -401,7 +405,9 @@ class Feed(CombinedLoader):
         state, mesh = None, self.strategy.mesh
         seed, alone = self._seed_of(fetched), mesh.layout.ranks_per_pipeline == 1
         if self._is_read:
-            drawing = contextlib.nullcontext() if seed is None else isolated_random_numbers(seed)
+            drawing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if seed is not None and self._has_hooks:
+                drawing = isolated_random_numbers(seed)
             with drawing, patched(self.strategy, transfers=True):
                 fetched.batch = self._moved(fetched, device)
             state = rng.capture(host=True) if seed is None and not alone else None
@@ -409,6 +415,14 @@ class Feed(CombinedLoader):
         if state is not None:  # what the first rank has sampled so far, as one process would
             rng.restore(state)
         fetched.device = device
+
+    @functools.cached_property
+    def _has_hooks(self) -> bool:
+        """Whether code of the user's takes part in transfers; to set its random numbers aside takes a while."""
+        owners = self.strategy.lightning_module, self._trainer.datamodule
+        return any(
+            is_overridden(hook, owner, DataHooks) for owner in owners for hook in _TRANSFER_HOOKS
+        )
 
     def _moved(self, fetched: Fetched, device: torch.device) -> Any:
         module, batch, (_, loader) = self.strategy.lightning_module, fetched.batch, fetched.place
@@ -456,6 +470,9 @@ class Feed(CombinedLoader):
             loader.restore(state)
 
 
+_TRANSFER_HOOKS = (
+    "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer",
+)  # fmt: skip
 _END = object()
 
 
@@ -496,9 +513,10 @@ class _Numbered:
     def __iter__(self) -> Iterator[Any]:
         (seed_of_batch, seed_of_order, first), requests = self._pass, None
         for number in itertools.count():
-            with isolated_random_numbers(seed_of_order(number)):
-                requests = iter(self._asked) if requests is None else requests
-                request = next(requests, _END)
+            # Who asks has put its random numbers aside, and the samples get a seed of their own.
+            rng.seed_all(seed_of_order(number), host=True)
+            requests = iter(self._asked) if requests is None else requests
+            request = next(requests, _END)
             if request is _END:
                 return
             if number >= first:

@@ -244,7 +244,7 @@ def stands_for_strategy(seed=7):
     loop.val_loop = loop
     fit_loop = SimpleNamespace(epoch_loop=loop, _combined_loader=None)
     module = SimpleNamespace(
-        trainer=SimpleNamespace(fit_loop=fit_loop),
+        trainer=SimpleNamespace(fit_loop=fit_loop, datamodule=None),
         _on_before_batch_transfer=lambda batch, dataloader_idx: batch,
     )
     return SimpleNamespace(

@@ -43,8 +43,9 @@ from lightning_diffpipe.sampling.distrifusion.bands import (
 from lightning_diffpipe.sampling.distrifusion.exchange import Constants, Exchange
 from lightning_diffpipe.sampling.distrifusion.moments import (
     GroupNormRule,
-    Moments,
+    combined,
     corrected,
+    moments_of,
     normalised,
     predicted,
     stale,
@@ -96,7 +97,7 @@ class BandCall(Run, TorchFunctionMode):
         self._group_norm = group_norm
         self._constants = Constants(analysis.constant)
         # Of all bands, by call of group norm and step; and of this one.
-        self._moments: dict[int, dict[int, Moments]] = {}
+        self._moments: dict[int, dict[int, list[Tensor]]] = {}
         self._own_moments: dict[int, Tensor] = {}
         self.fallbacks: Tensor | int = 0
         self._suspended = False
@@ -272,15 +273,14 @@ class BandCall(Run, TorchFunctionMode):
             torch.cat([value[..., :start, :], *values, value[..., stop:, :]], -2),
         )
 
-    def moments_of(self, x: Tensor, num_groups: int) -> Moments | None:
+    def moments_of(self, x: Tensor, num_groups: int) -> Tensor | None:
         """Returns the moments of the whole image, by the rule; None if it uses those of the band alone."""
         step = self._step
         rule = "synchronous" if step.synchronous else self._group_norm
         call = self._count()  # in every kind of step, so that later calls keep their positions
         if step.alone or rule == "separate":
             return None
-        now = Moments.of(x, num_groups)
-        own = now.packed(torch.promote_types(x.dtype, torch.float32))
+        own = moments_of(x, num_groups)
         others = self._exchange.swap(
             "statistics",
             call,
@@ -295,20 +295,20 @@ class BandCall(Run, TorchFunctionMode):
         by_step = self._moments.setdefault(call, {})
         band, shares = self._bands.rank, self._bands.shares
         if rule == "synchronous":
-            received = by_step[step.index] = Moments.unpacked(self._in_order(own, others))
+            received = by_step[step.index] = self._in_order(own, others)
             by_step.pop(step.index - 2, None)
-            return received.combined(shares)
+            return combined(received, shares)
         # What came now is of the step before, as what this band sent then.
         assert own_before is not None
-        before = by_step[step.index - 1] = Moments.unpacked(self._in_order(own_before, others))
+        before = by_step[step.index - 1] = self._in_order(own_before, others)
         by_step.pop(step.index - 3, None)
         if rule == "predicted":
-            return predicted(before, by_step.get(step.index - 2), now, band, shares)
+            return predicted(before, by_step.get(step.index - 2), own, band, shares)
         if rule == "corrected":
-            moments, fallbacks = corrected(before, now, band, shares)
+            moments, fallbacks = corrected(before, own, band, shares)
             self.fallbacks = self.fallbacks + fallbacks  # read on the host at the end
             return moments
-        return stale(before, now, band, shares)
+        return stale(before, own, band, shares)
 
     # ------------------------------------------------------------ helpers
 

@@ -33,8 +33,8 @@ Source:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -43,120 +43,132 @@ from torch import Tensor
 
 GroupNormRule = Literal["predicted", "corrected", "stale", "separate", "synchronous"]
 
-_TINY = 1e-12
+_TINY = 1e-12  # of the square of a change
+_LEAST_VARIANCE = 1e-20  # added, so that its logarithm is finite, and never taken off
 _LARGEST_PACE = 1.5
 _LARGEST_LOG_CHANGE = 0.7
 
 
-@dataclass
-class Moments:
-    """Biased variance and mean, `(samples, groups)` or, in float64, `(bands, samples, groups)`."""
+def moments_of(x: Tensor, num_groups: int) -> Tensor:
+    """Returns biased variance and mean of a band `(samples, channels, ...)`, `(2, samples, groups)`.
 
-    variance: Tensor
-    mean: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor, num_groups: int) -> Moments:
-        """Returns the moments of one band `(samples, channels, ...)`, computed in at least float32."""
-        return cls(*torch.var_mean(_grouped(x, num_groups), -1, correction=0))
-
-    def packed(self, dtype: torch.dtype) -> Tensor:
-        """Returns one tensor that can be sent, `(2, ...)`."""
-        return torch.stack([self.variance, self.mean]).to(dtype)
-
-    @classmethod
-    def unpacked(cls, tensors: Sequence[Tensor]) -> Moments:
-        """Returns the moments of all bands, from their messages."""
-        stacked = torch.stack(list(tensors)).double()
-        return cls(stacked[:, 0], stacked[:, 1])
-
-    def combined(self, shares: Sequence[float]) -> Moments:
-        """Returns the moments of the whole image, from those of the bands and the share of each."""
-        share = _weights(tuple(shares), self.mean.device)
-        mean = (share * self.mean).sum(0)
-        difference = self.mean - mean
-        squares = torch.addcmul(self.variance, difference, difference)
-        return Moments((share * squares).sum(0), mean)
-
-    def with_band(self, band: int, moments: Moments) -> Moments:
-        """Returns a copy with other moments for one band."""
-        variance, mean = self.variance.clone(), self.mean.clone()
-        variance[band], mean[band] = moments.variance, moments.mean
-        return Moments(variance, mean)
-
-    @functools.cached_property
-    def logarithmic(self) -> Tensor:
-        """The logarithm of the variance, and the mean, `(..., 2, samples, groups)`."""
-        return torch.stack([(self.variance + _TINY).log(), self.mean], -3)
-
-    def band(self, band: int) -> Moments:
-        """Returns the moments of one band."""
-        return Moments(self.variance[band], self.mean[band])
+    They are computed in at least float32.
+    """
+    return torch.stack(torch.var_mean(_grouped(x, num_groups), -1, correction=0))
 
 
-def stale(before: Moments, now: Moments, band: int, shares: Sequence[float]) -> Moments:
+def combined(bands: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """Returns the moments of the whole image, in float64, from those of its bands and the share of each."""
+    return _of_image(torch.stack(list(bands), 1).double(), shares)
+
+
+def stale(before: Sequence[Tensor], now: Tensor, band: int, shares: Sequence[float]) -> Tensor:
     """Returns moments of the whole image if other bands are as one step ago, in `before`; `now` is of this band."""
-    return before.with_band(band, now).combined(shares)
+    return combined([*before[:band], now, *before[band + 1 :]], shares)
 
 
 def corrected(
-    before: Moments, now: Moments, band: int, shares: Sequence[float]
-) -> tuple[Moments, Tensor]:
+    before: Sequence[Tensor], now: Tensor, band: int, shares: Sequence[float]
+) -> tuple[Tensor, Tensor]:
     """Returns moments of the whole image as if it had changed as much as this band did.
 
     Returns:
         Its moments, and how often the variance was negative and the band's own was taken.
     """
-    whole, here = before.combined(shares), before.band(band)
-    square = whole.variance + whole.mean**2
-    square = square + (now.variance + now.mean**2) - (here.variance + here.mean**2)
-    mean = whole.mean + now.mean - here.mean
-    variance = square - mean**2
-    negative = variance < 0
-    return Moments(torch.where(negative, now.variance, variance), mean), negative.sum()
+    values = torch.stack([*before, now], 1).double()
+    moments = _of_image(values, shares, band)
+    negative = moments[0] < 0
+    torch.where(negative, values[0, -1], moments[0], out=moments[0])
+    return moments, negative.sum()
 
 
 def predicted(
-    before: Moments, earlier: Moments | None, now: Moments, band: int, shares: Sequence[float]
-) -> Moments:
+    before: Sequence[Tensor],
+    earlier: Sequence[Tensor] | None,
+    now: Tensor,
+    band: int,
+    shares: Sequence[float],
+) -> Tensor:
     """Lets other bands go on as they did since `earlier`, two steps ago, and share what surprised this band.
 
     Returns:
         Moments of the whole image.
     """
-    old = before.logarithmic
-    last = None if earlier is None else old - earlier.logarithmic
-    of_log, of_mean = _next_change(now.logarithmic - old[band], last, band).unbind(-3)
-    factor = of_log.clamp(-_LARGEST_LOG_CHANGE, _LARGEST_LOG_CHANGE).exp()
-    variance, mean = before.variance * factor, before.mean + of_mean
-    variance[band], mean[band] = now.variance, now.mean
-    return Moments(variance, mean).combined(shares)
+    # Of all bands one step ago, and of this one now; then the same one step earlier.
+    rows = [*before, now, *(() if earlier is None else (*earlier, before[band]))]
+    num_bands = len(before)
+    least, log_range, shared_range, tiny = _constants(num_bands, band, now.shape[-1], now.device)
+    values = torch.stack(rows, 1) + least
+    values[0].log_()
+    old = values[:, :num_bands]
+    if earlier is None:
+        change = (values[:, num_bands] - old[:, band])[:, None].expand_as(old)
+    else:
+        changes = values[:, : num_bands + 1] - values[:, num_bands + 1 :]
+        products = torch.addcmul(tiny, changes, changes[:, band, None]).sum(-1, keepdim=True)
+        shared = (products / products[:, band, None]).clamp_(*shared_range)
+        change = changes * shared[:, -1:]  # at this band's pace
+        surprise = changes[:, -1] - change[:, band]
+        change = change.addcmul_(shared, surprise[:, None])[:, :-1]
+    next_values = old + change.clamp(*log_range)
+    next_values[0].exp_()
+    return _of_image(next_values, shares)
 
 
-def _next_change(change: Tensor, last: Tensor | None, band: int) -> Tensor:
-    """Returns the change of all bands, from that of this band and the last of all, `(bands, ..., groups)`."""
-    if last is None:
-        return change
-    own_last = last[band]
-    products = (last * own_last).sum(-1, keepdim=True)
-    size = products[band].clamp_min(_TINY)
-    pace = ((change * own_last).sum(-1, keepdim=True) / size).clamp(0.0, _LARGEST_PACE)
-    shared = (products / size).clamp(0.0, 1.0)
-    surprise = torch.addcmul(change, pace, own_last, value=-1)
-    return torch.addcmul(pace * last, shared, surprise)
+def _of_image(values: Tensor, shares: Sequence[float], band: int | None = None) -> Tensor:
+    """Returns `(2, samples, groups)` of the whole image from `(2, bands, samples, groups)`.
+
+    With a band they are those that "corrected" takes; after all bands one step ago `values` has this one now.
+    """
+    forms = _linear_forms(tuple(shares), band, values.device).expand(2, -1, -1)
+    out = forms.bmm(values.flatten(2))
+    left, right = out[1, 1:].chunk(2)
+    out[0, 0, :, None, None].baddbmm_(left.T[:, None], right.T[..., None])
+    return out[:, 0].unflatten(-1, values.shape[2:])
 
 
 @functools.cache
-def _weights(shares: tuple[float, ...], device: torch.device) -> Tensor:
-    """Returns `(bands, 1, 1)`, copied to the device once, for which the host waits."""
-    with torch.inference_mode(False):
-        return torch.tensor(shares, dtype=torch.float64, device=device)[:, None, None]
+@torch.inference_mode(False)
+def _linear_forms(shares: tuple[float, ...], band: int | None, device: torch.device) -> Tensor:
+    """Returns `(1 + 2 k, bands)`: a sum of bands, and k pairs whose products of means add to that of variances.
+
+    "Corrected" adds the change d of this band to the moments of the image, whose variance then is
+    variance + d(variance) - 2 (mean - mean_band) d(mean). Copied to the device once, for which the host waits.
+    """
+    share = torch.tensor(shares, dtype=torch.float64)
+    apart = torch.eye(len(shares), dtype=torch.float64) - share  # each from the mean of the image
+    total, left, right = share[None], share[:, None] * apart, apart
+    if band is not None:
+        total, left, right = (F.pad(form, (0, 1)) for form in (total, left, right))
+        change = torch.zeros_like(total)
+        change[0, band], change[0, -1] = -1.0, 1.0
+        left, right = torch.cat([left, 2 * right[band, None]]), torch.cat([right, change])
+        total = total + change
+    return torch.cat([total, left, right]).to(device)
+
+
+@functools.cache
+@torch.inference_mode(False)
+def _constants(
+    num_bands: int, band: int, num_groups: int, device: torch.device
+) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
+    """Returns what "predicted" adds to variances, bounds of changes and of shares, and what it adds to products.
+
+    What this band does now is known, so that its change has no bounds. Copied to the device once.
+    """
+    wide = functools.partial(torch.zeros, dtype=torch.float64)
+    least, tiny, most = wide(2, 1, 1, 1), wide(num_bands + 1, 1, 1), wide(num_bands + 1, 1, 1) + 1.0
+    least[0], tiny[band], most[-1] = _LEAST_VARIANCE, _TINY / num_groups, _LARGEST_PACE
+    log = wide(2, num_bands, 1, 1) + math.inf
+    log[0], log[0, band] = _LARGEST_LOG_CHANGE, math.inf
+    least, tiny, most, log = (constant.to(device) for constant in (least, tiny, most, log))
+    return least, (-log, log), (torch.zeros_like(most), most), tiny
 
 
 def normalised(
     x: Tensor,
     num_groups: int,
-    moments: Moments,
+    moments: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
@@ -164,8 +176,9 @@ def normalised(
     """Normalises groups with given moments, computed in at least float32."""
     flat = _grouped(x, num_groups)
     # As a batch norm whose channels are the groups of all samples.
-    mean, variance = (each.to(flat.dtype).flatten() for each in (moments.mean, moments.variance))
-    out = F.batch_norm(flat.reshape(1, len(mean), -1), mean, variance, eps=eps)
+    variance, mean = moments.to(flat.dtype).flatten(1)
+    flat = flat.reshape(1, len(mean), -1)
+    out, *_ = torch.native_batch_norm(flat, None, None, mean, variance, False, 0.0, eps)
     out = out.reshape(x.shape)
     affine = [
         p.to(flat.dtype).view(-1, *[1] * (x.ndim - 2)) for p in (bias, weight) if p is not None
