@@ -11,6 +11,7 @@ A first run of the pipeline's call on rank 0 finds it (`dry_run.py`). Every rank
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -42,8 +43,6 @@ from lightning_diffpipe.sampling.schedulers import (
     takes_more,
     with_timesteps_on,
 )
-
-_NAN = float("nan")
 
 
 @dataclass
@@ -318,7 +317,7 @@ class Call:
             rows = [row - self.index * num_rows for row in rows]
         if len(rows) == num_rows:
             return Prediction((out,))
-        whole = out.new_full((num_rows, *out.shape[1:]), float("nan"))
+        whole = out.new_full((num_rows, *out.shape[1:]), math.nan)
         whole[rows] = out
         return Prediction((whole,))
 
@@ -381,9 +380,9 @@ class Call:
 
         def unknown(early: Any, late: Any) -> Any:
             if not isinstance(early, Tensor) or early is late:
-                return _NAN if isinstance(early, float) and early != late else early
+                return math.nan if isinstance(early, float) and early != late else early
             dtype = early.dtype if early.is_floating_point() else torch.get_default_dtype()
-            return torch.full_like(early, float("nan"), dtype=dtype)
+            return torch.full_like(early, math.nan, dtype=dtype)
 
         return [
             pytree.tree_map(unknown, early, late) for early, late in zip(first, last, strict=True)

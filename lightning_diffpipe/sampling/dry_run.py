@@ -46,7 +46,6 @@ from lightning_diffpipe.sampling.record import LoopEnds, Record, copied
 
 _OF_PROMPTS = ("prompt", "prompts", "class_labels", "prompt_embeds")
 _PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
-_NAN = float("nan")
 _log = logging.getLogger(__name__)
 
 
@@ -126,7 +125,7 @@ class _ObservedRun:
         self._is_looping = True
         self.record.in_loop |= self.record.asked_last
         self._calls.setdefault(name, []).append(copied(arguments))  # pipelines may write into them
-        out = predicted_zeros(self._parts[name], arguments, _NAN)
+        out = predicted_zeros(self._parts[name], arguments, math.nan)
         self._predicts_more = bool(out[0].isnan().any())  # channels beyond those of the latents
         return out
 
@@ -246,7 +245,7 @@ def _half_marked(x: Tensor) -> Tensor:
     """Returns a copy with NaN in the first half of the rows, or of the tokens."""
     axis = 1 if x.ndim == 3 else -2
     x = x.clone()
-    x.narrow(axis, 0, x.shape[axis] // 2).fill_(_NAN)
+    x.narrow(axis, 0, x.shape[axis] // 2).fill_(math.nan)
     return x
 
 
@@ -291,7 +290,7 @@ def _copies_first_prediction(call: Call) -> bool:
     def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
         out = predicted_zeros(call.pipeline.parts[name], arguments)
         answers.append(out[0])
-        answers[0].fill_(_NAN if len(answers) == 1 else 0)
+        answers[0].fill_(math.nan if len(answers) == 1 else 0)
         return out
 
     def on_step(step: Step) -> Any:
@@ -389,7 +388,7 @@ class _MarkedSampleRun:
             if inputs is None:
                 raise InseparableError("the pipeline's own code brings samples together")
             self.inputs = inputs
-            out[marked] = _NAN
+            out[marked] = math.nan
         elif self._num_left == 1 and len(latents) > self._num:
             raise InseparableError("one step does not show the order of rows of its guidance")
         return Prediction((out,))
@@ -401,7 +400,7 @@ class _MarkedSampleRun:
         self._num_left -= 1
         after = _random(step.sample, self._num_left)
         if self._num_left > 0:
-            after[marked] = _NAN
+            after[marked] = math.nan
         return step.answer(after)
 
     def _decode(self, *args: Any, **options: Any) -> Any:

@@ -20,6 +20,7 @@ import copy
 import functools
 import inspect
 import itertools
+import math
 import re
 import types
 from collections import Counter, OrderedDict
@@ -52,7 +53,6 @@ _DENOISER = re.compile(r"(transformer|unet|prior|upscaler)(_\d+)?")
 _LATENTS = ("sample", "hidden_states", "x", "latents")
 _METHODS = ("encode_prompt",)
 """Recorded as a whole, since they answer much less than the parts that they ask."""
-_NAN = float("nan")
 
 
 def denoisers_among(names: Any) -> list[str]:
@@ -703,7 +703,7 @@ class PipelineLoop(Loop):
         event = self._event
         branches = []
         for values in self.exchange(take(prediction).contiguous()):
-            whole = torch.full_like(prediction, _NAN)
+            whole = torch.full_like(prediction, math.nan)
             put(whole, values)
             branches.append(self._embedded(whole))
         num_channels = branches[0].shape[1]
@@ -782,7 +782,7 @@ class PipelineLoop(Loop):
     def _unknown(self, event: _Denoise) -> Prediction:
         """Returns a prediction of NaN, in place of one that another rank computes."""
         zeros = predicted_zeros(self._pipeline.parts[event.name], event.arguments)
-        return Prediction(torch.full_like(x, _NAN) for x in zeros)
+        return Prediction(torch.full_like(x, math.nan) for x in zeros)
 
     def _run_to_step(self) -> None:
         """Runs to the next step of the scheduler; predictions before it, which this rank does not need, are NaN."""
@@ -816,6 +816,6 @@ class PipelineLoop(Loop):
             assert isinstance(self._event, _Denoise)
             num_rows = len(self._event.arguments[latents_name(self._event.arguments)])
             num_rows //= 1 if self._by_calls else 2
-        whole = x.new_full((num_rows, *x.shape[1:]), _NAN)
+        whole = x.new_full((num_rows, *x.shape[1:]), math.nan)
         whole[self.call.rows] = x
         return whole

@@ -176,7 +176,12 @@ class StepCache:
             except Exception as error:
                 if is_out_of_memory(error) or not _raised_in(error).startswith("diffusers.hooks."):
                     raise
-                raise self._unfit(error) from error
+                kind, model = type(self.config).__name__, type(self._model).__name__
+                raise ConfigurationError(
+                    f"cache={kind}: the hook of diffusers fails on what a {model} returns "
+                    f"({textwrap.shorten(str(error), 100)}); say more in its configuration, such as "
+                    "FasterCacheConfig's tensor_format=BCHW for images, or leave it out"
+                ) from error
         finally:
             watch.remove()
             for module, names in before.items():
@@ -192,14 +197,6 @@ class StepCache:
         kind, model = type(self.config).__name__, type(self._model).__name__
         return ConfigurationError(
             f"cache={kind}: diffusers cannot skip anything in a {model} ({reason}); leave it out"
-        )
-
-    def _unfit(self, error: Exception) -> ConfigurationError:
-        kind, model = type(self.config).__name__, type(self._model).__name__
-        reason = textwrap.shorten(str(error), 100)
-        return ConfigurationError(
-            f"cache={kind}: the hook of diffusers fails on what a {model} returns ({reason}); say more in its "
-            "configuration, such as FasterCacheConfig's tensor_format=BCHW for images, or leave it out"
         )
 
     def _find(self, before: Mapping[nn.Module, Sequence[str]]) -> None:

@@ -49,7 +49,6 @@ from lightning_diffpipe.sampling.tracing.attention import Kernel
 from lightning_diffpipe.sampling.tracing.layout import shapes_of
 from lightning_diffpipe.sampling.tracing.marks import has_nan, lines
 
-_NAN = float("nan")
 _VIEWS = {"__getitem__", "narrow", "split", "chunk", "unbind", "select", "index_select", "__get__"}
 
 
@@ -173,7 +172,7 @@ class _Look:
         leaves = [marked if x is whole else x for x in self._leaves]  # ControlNets share theirs
         size = marked.numel() if axis is None else self._marked_part(marked.shape[axis])
         part = marked if axis is None else marked.narrow(axis, marked.shape[axis] - size, size)
-        part.fill_(_NAN)
+        part.fill_(math.nan)
         args, kwargs = pytree.tree_unflatten(leaves, self._tree)
         run = MarkedRun(self, marked, name_spreaders)
         names = {name for name, _ in self._interception.root.named_modules() if name}

@@ -185,10 +185,10 @@ class PipeFusion:
         if num_asked is not None:
             if request.cache is not None and num_asked > 1:
                 raise ConfigurationError(
-                    f"warmup_microbatches={num_asked}: a step cache stores what it is given of all "
-                    "samples; leave it out, or cache="
+                    f"warmup_microbatches={num_asked}: a step cache stores what it is given of all samples; leave "
+                    "it out, or cache="
                 )
-            layout.refuse_sample_shares(num_asked, "warmup_microbatches")
+            layout.refuse_microbatches(num_asked)
             return num_asked
         is_cut = self._has_turns_of_patches(request.num_steps) and request.cache is None
         return request.branches_in_batch if is_cut else 1

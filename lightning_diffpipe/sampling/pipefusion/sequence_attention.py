@@ -39,7 +39,7 @@ from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unp
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, KvCache
 from lightning_diffpipe.sampling.tracing.attention import Attend, Kernel, kernels_of
-from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Selection
+from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Selection, share
 
 SequenceMode = Literal["ulysses", "ring"]
 
@@ -214,7 +214,7 @@ class Ulysses(_OverRanks):
 
     def _heads(self, total: int) -> list[range]:
         n = self._links.num_ranks
-        return [range(total * rank // n, total * (rank + 1) // n) for rank in range(n)]
+        return [share(total, rank, n) for rank in range(n)]
 
 
 def _refuse_heads(heads: int, key_heads: int, num_ranks: int) -> None:

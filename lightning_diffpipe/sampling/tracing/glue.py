@@ -26,6 +26,7 @@ Of modules inside each other the outermost one is stored. What is changed in pla
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -134,7 +135,7 @@ def find_invariants(
     """
     between, inside = _around_blocks(model, blocks)
     names = between | {n for n in inside if any(True for _ in model.get_submodule(n).parameters())}
-    unknown = torch.full_like(latents, float("nan"))
+    unknown = torch.full_like(latents, math.nan)
 
     def record(x: Tensor, at: Tensor, earlier: _Calls | None = None) -> _CallRecorder:
         recorder = _CallRecorder(earlier, RepeatedCalls(kinds, by_value=True))
@@ -152,7 +153,7 @@ def find_invariants(
     if not torch.equal(t, other_t):
         dtype = t.dtype if t.is_floating_point() else torch.get_default_dtype()
         with contextlib.suppress(Exception):  # not every model can take NaN
-            nan_time = record(unknown, torch.full_like(t, float("nan"), dtype=dtype), calls)
+            nan_time = record(unknown, torch.full_like(t, math.nan, dtype=dtype), calls)
             other_runs.append(nan_time)
             if nan_time.calls.keys() == calls.keys():
                 without_nan = {place for place, call in nan_time.calls.items() if call.copies}

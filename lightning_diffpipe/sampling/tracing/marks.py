@@ -54,7 +54,6 @@ from lightning_diffpipe.sampling.tracing.attention import (
 )
 
 UNREACHED, MIXED = -1, -2
-_NAN = float("nan")
 _GROWTH = 1.001
 # They pick what they return, so that its share of NaN says nothing.
 _PICKING = ("index", "gather", "select", "slice", "embedding", "split", "where", "masked_fill")
@@ -103,7 +102,7 @@ def finite_placeholders(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for scalar in scalars:
-            scalar.fill_(_NAN)
+            scalar.fill_(math.nan)
 
 
 class WithoutProducts(TorchFunctionMode):
@@ -118,7 +117,7 @@ class WithoutProducts(TorchFunctionMode):
 
     Example:
         >>> with WithoutProducts():
-        ...     F.linear(torch.tensor([[1.0, 2.0], [3.0, _NAN]]), torch.ones(3, 2)).isnan().any(1)
+        ...     F.linear(torch.tensor([[1.0, 2.0], [3.0, math.nan]]), torch.ones(3, 2)).isnan().any(1)
         tensor([False,  True])
     """
 
@@ -157,7 +156,7 @@ class WithoutProducts(TorchFunctionMode):
             return out * features + features.square()
         # All features differ, as they would, so that nothing is divided by a difference of zero.
         numbers = torch.linspace(0.01, 0.02, len(weight), dtype=input.dtype, device=input.device)
-        return torch.where(reached, _NAN, numbers)
+        return torch.where(reached, math.nan, numbers)
 
     def _is_finite(self, *parameters: Tensor | None) -> bool:
         for p in (p for p in parameters if p is not None):
@@ -213,7 +212,7 @@ def marked(x: Tensor, axis: int, mask: Tensor) -> Tensor:
     if y.dtype == torch.bool:
         y[at] = ~y[at]
     else:
-        y[at] = complex(_NAN, _NAN) if y.is_complex() else _NAN
+        y[at] = complex(math.nan, math.nan) if y.is_complex() else math.nan
     return y
 
 
@@ -244,7 +243,7 @@ def token_local(log: list[tuple[Tensor, Tensor | None]], strict: bool = False) -
         log.append((k, attn_mask))
         if strict and q.shape[-2] == k.shape[-2]:
             reached = (k.amax((1, -1), keepdim=True).isnan(), v.amax((1, -1), keepdim=True).isnan())
-            q = q.clone().masked_fill_(reached[0] | reached[1], _NAN)
+            q = q.clone().masked_fill_(reached[0] | reached[1], math.nan)
         return q
 
     return handler
@@ -254,7 +253,7 @@ def all_to_all(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **options: Any) 
     """Stand-in for attention: one NaN in a key or value reaches every output."""
     reached = k.isnan().any() | v.isnan().any()
     # Ordered in memory as the query is, like results of attention, of which models take views.
-    return q.clone().masked_fill_(reached, _NAN)
+    return q.clone().masked_fill_(reached, math.nan)
 
 
 class _MixingSearch(TorchDispatchMode):
