@@ -114,7 +114,7 @@ class Predictor:
         self._on_step: OnStep | None = None
         self._functions: dict[str, Any] = {}  # among the pipeline's arguments; they do not travel
         self._compared: set[str] = set()  # parts, the denoiser aside, that were equal on all ranks
-        self._looked: dict[str, dict[str, Any]] = {}  # what is known of decoders
+        self._decoders: dict[str, dict[str, Any]] = {}  # known properties of decoders, by name
         self._is_closed = False
         self._broken_by: str | None = None  # the error in the middle of an earlier request
 
@@ -277,22 +277,21 @@ class Predictor:
         self._reconnect()
         compare, guard = self._compare_part, self._ending_together
         self._decoding = Decoding(
-            self._world, self.source.part, compare, guard, self.device, self._looked
+            self._world, self.source.part, compare, guard, self.device, self._decoders
         )
 
-        def settle() -> Settings:
+        def check() -> Settings:
             if on_step is not None and not callable(on_step):
                 raise ConfigurationError(
                     f"on_step must be a function of two numbers; got {on_step!r}"
                 )
-            return Settings(
-                prompts, num_inference_steps, guidance_scale, seed, height, width, options
-            )
+            sizes = height, width
+            return Settings(prompts, num_inference_steps, guidance_scale, seed, *sizes, options)
 
         self._on_step = on_step
         self._functions = {name: value for name, value in options.items() if callable(value)}
         started_s = time.perf_counter()
-        images = self._lead(settle) if self._world.rank == 0 else self._follow(settle)
+        images = self._lead(check) if self._world.rank == 0 else self._follow(check)
         self._world.enter("between two requests")
         if self.report is not None:
             self.report = replace(self.report, total_s=time.perf_counter() - started_s)
@@ -320,7 +319,7 @@ class Predictor:
 
     # ------------------------------------------------------------------------------ one request
 
-    def _lead(self, settle: Callable[[], Settings]) -> list[Any]:
+    def _lead(self, check: Callable[[], Settings]) -> list[Any]:
         """Runs a request on rank 0: sends the others the call, or the error that ends it before there is one."""
         broadcast, has_begun = self._world.links.broadcast_object, False
         self._world.enter("encoding prompts", works=True)
@@ -328,16 +327,20 @@ class Predictor:
         def sample(call: Call) -> Tensor:
             nonlocal has_begun
             has_begun = True
-            if self._divides():
-                call = observe_samples(call)
-            if self._world.num_ranks > 1 and self.options.decoding == "auto":
-                self._decoding.divide_in(call.pipeline)
+            num_ranks = self._world.num_ranks
+            if num_ranks > 1:
+                # To divide samples or branches of guidance, as with "auto" they may, they have to know rows.
+                mesh = fitted(self.options, num_ranks).mesh
+                if mesh is None or max(mesh.data, mesh.guidance) > 1:
+                    call = observe_samples(call)
+                if self.options.decoding == "auto":
+                    self._decoding.divide_in(call.pipeline)
             latents = self._sample(broadcast(lambda: (settings.as_texts(), call.packed()))[1])
-            self._decoding.others_wait = self._world.num_ranks > 1
+            self._decoding.others_wait = num_ranks > 1
             return latents
 
         try:
-            settings = settle()
+            settings = check()
             refuse_ignored_size(self.source, settings)
             images: list[Any] = self.source.draw(settings, sample)
             if self.report is not None and (done := self._decoding.num_calls):
@@ -362,20 +365,13 @@ class Predictor:
         finally:
             self._decoding.end()
 
-    def _divides(self) -> bool:
-        """Returns whether ranks may divide samples or branches of guidance, whose rows they have to know."""
-        if self._world.num_ranks == 1 or self.options.method == "auto":
-            return self._world.num_ranks > 1
-        mesh = fitted(self.options, self._world.num_ranks).mesh
-        return mesh is not None and max(mesh.data, mesh.guidance) > 1
-
-    def _follow(self, settle: Callable[[], Settings]) -> None:
+    def _follow(self, check: Callable[[], Settings]) -> None:
         self._world.enter("waiting for the request")
         with raised_by_all():
             texts, packed = self._world.links.broadcast_object(lambda: None)  # rank 0 has them
 
         def compare() -> None:
-            refuse_other_request(self._world.rank, settle().as_texts(), texts)
+            refuse_other_request(self._world.rank, check().as_texts(), texts)
 
         self._sample(packed, compare)
         self._decoding.follow()
@@ -406,8 +402,8 @@ class Predictor:
     def _compare_part(self, name: str) -> None:
         """Raises ConfigurationError, on all ranks, if a part that all read whole differs on one of them."""
         if name not in self._compared:
-            look = partial(self.source.identity, name)
-            refuse_other_models(self._world, self._world.agree("comparing weights", look))
+            identify = partial(self.source.identity, name)
+            refuse_other_models(self._world, self._world.agree("comparing weights", identify))
             self._compared.add(name)
 
     def _sampled(self, packed: Call) -> tuple[Worker, Tensor]:
@@ -560,8 +556,8 @@ def _opened(
         # Paths may differ between hosts; the contents of the files are among the weights.
         arguments["ip_adapters"] = list((loading["ip_adapters"] or {}).values())
         arguments.pop("base")
-        look = partial(Identity.of, arguments, source.denoiser, source.weights)
-        refuse_other_models(world, world.agree("comparing weights", look))
+        identify = partial(Identity.of, arguments, source.denoiser, source.weights)
+        refuse_other_models(world, world.agree("comparing weights", identify))
     return source
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -85,7 +85,7 @@ class Samples:
         inner: `inner` of the denoiser's arguments by their places, 0 for those that all samples share. An argument
             that is not named has rows of samples if it has as many rows as the latents.
         reason: Reason for which ranks cannot divide the samples, or None.
-        copies: Whether the loop copies the first prediction of a step before it asks for the second.
+        copies_first: Whether the loop copies the first prediction of a step before it asks for the second.
     """
 
     num: int
@@ -93,7 +93,7 @@ class Samples:
     inputs: int = 1
     inner: Mapping[str, int] = field(default_factory=dict)
     reason: str | None = None
-    copies: bool = False
+    copies_first: bool = False
 
     def rows(self, size: int, inner: int, samples: Collection[int]) -> list[int]:
         """Returns the rows of some samples, in order."""
@@ -415,7 +415,7 @@ class Call:
                     f"{self.phases[0].start} {self.pipeline.name} gives it {rows[0]} and {rows[1]}, as with "
                     "skipped layers; leave guidance at 1"
                 )
-            if self.separable.copies:
+            if self.separable.copies_first:
                 raise ConfigurationError(
                     f"guidance=2 lets halves of the ranks compute one of two calls of the denoiser each, and "
                     f"{self.pipeline.name} copies the first prediction before the second is known; leave guidance "
@@ -457,7 +457,7 @@ class Call:
         mine = range(start, stop)
         here, steps = self.rows_of(start, stop), dict(self.step_arguments)
         scheduler = self.scheduler
-        if isinstance(steps.get("generator"), (list, tuple)):  # each draws for its own sample
+        if isinstance(steps.get("generator"), (list, tuple)):  # one for each sample
             steps["generator"] = [steps["generator"][i] for i in mine]
         elif here and not takes_more(scheduler):  # else the pipeline steps it alone, on all rows
             # Of a cascade, whose denoisers each begin with the first timestep, those of the first.
@@ -521,11 +521,9 @@ class Call:
         whole, timesteps = moved((self.whole, self.timesteps), device)
         return replace(self, phases=phases, whole=whole, timesteps=timesteps)
 
-    @contextmanager
-    def sampling_alike(self, rank: int) -> Iterator[None]:
+    def sampling_alike(self, rank: int) -> AbstractContextManager[None]:
         """Gives default generators the states of rank 0's; afterwards other ranks get their own states back."""
-        with sampling_from(self.random_states, self.latents.device, restores=rank > 0):
-            yield
+        return sampling_from(self.random_states, self.latents.device, restores=rank > 0)
 
 
 def _with_latents(arguments: Mapping[str, Any], latents: Tensor) -> dict[str, Any]:

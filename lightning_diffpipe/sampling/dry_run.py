@@ -35,6 +35,7 @@ from lightning_diffpipe.sampling.loop import (
     Prediction,
     Step,
     attention_processors,
+    callbacks_in,
     latents_name,
     predicted_zeros,
     restored,
@@ -92,7 +93,7 @@ def dry_run_of(call: PipelineCall) -> Call:
 
 def _for_trial(call: PipelineCall) -> PipelineCall:
     """Returns a call without callbacks, whose checks a user has for true latents, and with own generators."""
-    callbacks = {n for n, v in call.arguments.items() if n.startswith("callback") and callable(v)}
+    callbacks = callbacks_in(call.arguments)
     others = {n: v for n, v in call.arguments.items() if n not in callbacks}
     return replace(call, arguments=restored(snapshot(others)))
 
@@ -139,14 +140,14 @@ class _ObservedRun:
             request.step_arguments = copied(snapshot(step.options))
             if self._predicts_more and not step.prediction.isnan().any():
                 request.channels = step.sample.shape[1]
-        self._note_calls(step)
+        self._add_calls(step)
         self.timesteps.append(step.timestep)
         self._calls.clear()
         if len(self.timesteps) == self._num_steps:
             raise LoopEnds
         return step.take(step.prediction.nan_to_num())
 
-    def _note_calls(self, step: Step) -> None:
+    def _add_calls(self, step: Step) -> None:
         phases, denoisers = self.request.phases, tuple(sorted(self._calls))
         calls = list(itertools.chain(*self._calls.values()))
         if calls and not (phases and phases[-1].goes_on(denoisers, calls)):
@@ -262,8 +263,8 @@ def observe_samples(call: Call) -> Call:
     first_call = call.steps[0][0]
     try:
         with settings_restored(call.pipeline.parts):
-            copies = len(call.steps[0]) == 2 and _copies_first_prediction(call)
-            samples = replace(samples, copies=copies)
+            copies_first = len(call.steps[0]) == 2 and _copies_first_prediction(call)
+            samples = replace(samples, copies_first=copies_first)
             rows, name = _rows_per_sample(call, num)
             samples = replace(samples, inner=inner_of(rows, name, 1, first_call))
             if num > 1:
@@ -410,7 +411,7 @@ class _MarkedSampleRun:
     def _refuse_marked(self, *values: Any) -> None:
         leaves = [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
         if any(bool(x.isnan().any()) for x in leaves):
-            raise InseparableError("what it draws is not known from its last step alone")
+            raise InseparableError("what it samples is not known from its last step alone")
 
 
 def count_samples(arguments: Mapping[str, Any]) -> tuple[int, int]:

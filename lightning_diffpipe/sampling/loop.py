@@ -51,8 +51,6 @@ from lightning_diffpipe.sampling.schedulers import HostTimesteps, takes_generato
 
 _DENOISER = re.compile(r"(transformer|unet|prior|upscaler)(_\d+)?")
 _LATENTS = ("sample", "hidden_states", "x", "latents")
-_METHODS = ("encode_prompt",)
-"""Recorded as a whole, since they answer much less than the parts that they ask."""
 
 
 def denoisers_among(names: Any) -> list[str]:
@@ -147,13 +145,10 @@ class PipelineCall:
             return Replayed(name, replayed, part, self.device, num_calls)
 
         attributes |= {name: stand_in(name, self.parts.get(name)) for name in self.names}
-        for name in _METHODS:
-            if callable(method := getattr(pipeline, name, None)):
-                attributes[name] = (
-                    _recorded(method, f"self.{name}", record)
-                    if record is not None
-                    else _replayed(method, f"self.{name}", replayed, num_calls)
-                )
+        if callable(method := getattr(pipeline, "encode_prompt", None)):
+            # As a whole, since it answers much less than the parts that it asks.
+            recording = _recorded(method, record), _replayed(method, replayed, num_calls)
+            attributes["encode_prompt"] = recording[record is None]
         attributes["_progress_bar_config"] = {"disable": True}
         call = getattr(pipeline, self.method) if self.method != "__call__" else pipeline
         # Every run samples the same, and what it changes in place no other run sees.
@@ -205,29 +200,29 @@ class PipelineCall:
         )
 
 
-def _recorded(method: Callable[..., Any], path: str, record: Record) -> Callable[..., Any]:
+def _recorded(method: Callable[..., Any], record: Record | None) -> Callable[..., Any]:
     """Returns a method whose answers are recorded, instead of those of the parts that it asks."""
 
     @functools.wraps(method)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         before = {name: [*answers] for name, answers in record.answers.items()}
         answer = method(*args, **kwargs)
-        record.answers.clear()
-        record.answers.update(before)
-        record.answers.setdefault(path, []).append(answer)
+        record.answers = before
+        record.answers.setdefault(method.__name__, []).append(answer)
         return copied(answer)
 
     return recorded
 
 
 def _replayed(
-    method: Callable[..., Any], path: str, record: Record, num_calls: Counter[str]
+    method: Callable[..., Any], record: Record, num_calls: Counter[str]
 ) -> Callable[..., Any]:
     """Returns a method that gives its recorded answers in their order, and runs after the last of them."""
 
     @functools.wraps(method)
     def replayed(*args: Any, **kwargs: Any) -> Any:
-        return next_answer(record, path, num_calls, lambda: method(*args, **kwargs))
+        ask = functools.partial(method, *args, **kwargs)
+        return next_answer(record, method.__name__, num_calls, ask)
 
     return replayed
 
@@ -301,6 +296,11 @@ def _of_samples(answer: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, 
         return Prediction((list(predictions.unbind()),))
 
     return denoise
+
+
+def callbacks_in(arguments: Mapping[str, Any]) -> set[str]:
+    """Returns the names of the arguments of a pipeline's call that are callbacks."""
+    return {n for n, value in arguments.items() if n.startswith("callback") and callable(value)}
 
 
 def _is_batch(name: str, value: Any) -> bool:
@@ -379,7 +379,7 @@ def latents_name(arguments: Mapping[str, Any]) -> str:
             return name
     raise ConfigurationError(
         "the denoiser takes each sample as a tensor of its own, of other shapes, and no rank can share such a "
-        "list; draw with diffusers alone"
+        "list; sample it with diffusers alone"
     )
 
 
@@ -670,7 +670,7 @@ class PipelineLoop(Loop):
             raise ConfigurationError(
                 f"{self._pipeline.name} gives its {self.call.denoiser} {', '.join(other)}, unlike in its first "
                 "run, which has no callbacks: one has ended guidance, perhaps. Ranks and patches rely on what that "
-                "has shown: leave the callback out, or draw with method=single on one rank"
+                "has shown: leave the callback out, or sample with method=single on one rank"
             )
 
     def _conditions_changed(self, event: _Denoise) -> bool:
@@ -798,7 +798,7 @@ class PipelineLoop(Loop):
             is_alone = self.call.rows is None and self._branch is None
             raise (LoopInterruptedError if is_alone else SamplingError)(
                 f"{self._pipeline.name} ended its loop earlier than its first run had shown; a "
-                "callback may interrupt it only where one rank draws all prompts by itself, with method=single"
+                "callback may interrupt it only where one rank samples all prompts by itself, with method=single"
             )
         return self._event
 

@@ -91,7 +91,7 @@ class World:
 
         Args:
             phase: Name of the phase, for messages.
-            make: May note its steps (`watcher.step`); after the first one, a hang is noticed sooner.
+            make: May count its steps (`watcher.step`); after the first one, a hang is noticed sooner.
             give_up: Breaks the links on which other ranks may wait for this one. Called where `make` failed, if the
                 others do not come by themselves; then at last on all ranks.
 
@@ -213,10 +213,11 @@ def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
         watcher.call("the first connections", make_group)
     links = ProcessLinks.connect([range(num_ranks)], device, "gloo", timeout_s)
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    places = links.gather_object(_Place(socket.gethostname(), gpu, dist.is_nccl_available()))
-    reason = _why_not_nccl(places)
+    device_here = _RankDevice(socket.gethostname(), gpu, dist.is_nccl_available())
+    devices = links.gather_object(device_here)
+    reason = _why_not_nccl(devices)
     backend = "gloo" if reason else "nccl"
-    if rank == 0 and reason and any(place.gpu for place in places):
+    if rank == 0 and reason and any(each.gpu for each in devices):
         _log.warning(
             "messages between GPUs travel over gloo, through host memory, which is slow: NCCL wants a GPU of its "
             "own for each rank, but %s; set LOCAL_RANK, or give each rank its device, such as device='cuda:1'",
@@ -227,7 +228,7 @@ def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
     return World(links, backend)
 
 
-class _Place(NamedTuple):
+class _RankDevice(NamedTuple):
     """Host and GPU of a rank."""
 
     host: str
@@ -236,10 +237,10 @@ class _Place(NamedTuple):
     has_nccl: bool
 
 
-def _why_not_nccl(places: Sequence[_Place]) -> str:
+def _why_not_nccl(devices: Sequence[_RankDevice]) -> str:
     """Returns the reason not to send over NCCL, which needs one GPU for each rank; empty if there is none."""
     seen: dict[tuple[str, str], int] = {}
-    for rank, (host, gpu, has_nccl) in enumerate(places):
+    for rank, (host, gpu, has_nccl) in enumerate(devices):
         if gpu is None:
             return f"rank {rank} computes on a CPU"
         if not has_nccl:
@@ -292,9 +293,8 @@ class SamplingMesh:
         """Returns the ranks that differ along these axes only, one list per group, each in order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.num_ranks):
-            place = self.coordinates(rank)
-            key = tuple(place[name] for name in place if name not in axes)
-            groups.setdefault(key, []).append(rank)
+            at = self.coordinates(rank)
+            groups.setdefault(tuple(at[n] for n in at if n not in axes), []).append(rank)
         return list(groups.values())
 
 

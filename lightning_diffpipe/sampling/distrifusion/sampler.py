@@ -111,7 +111,6 @@ class DistriFusion:
         self.group_norm, self.calls_per_message, self.verify = group_norm, calls_per_message, verify
         self.statistics = SamplingStatistics()
         self.num_fallbacks = 0
-        self.num_synchronous = 0
         self.analyses: dict[Any, CallAnalysis] = {}  # the same on all ranks
 
     @KernelsAnswered()
@@ -140,7 +139,6 @@ class DistriFusion:
             finally:
                 self.num_fallbacks = sum(int(call.fallbacks) for _, call in run.calls)
                 run.calls.clear()
-        self.statistics.num_synchronous = self.num_synchronous
         return latents
 
 
@@ -170,7 +168,7 @@ class DistriFusionRun(Run):
         request, sampler = self.request, self.sampler
         loop, latents = request.loop(), request.latents
         given_before: Tensor | None = None
-        is_settled, sampler.num_synchronous = False, 0
+        is_settled, sampler.statistics.num_synchronous = False, 0
         for index in range(request.num_steps):
             if sampler.warmup_steps == "auto" and not is_settled:
                 given = request.scaler.scale(latents, index)
@@ -179,7 +177,7 @@ class DistriFusionRun(Run):
                     is_settled = change < sampler.settled
                 given_before = given
             self._step = self._kind_of_step(index, is_settled)
-            sampler.num_synchronous += self._step.synchronous
+            sampler.statistics.num_synchronous += self._step.synchronous
             self._num_calls = 0
             self.cache.begin(index)
             with self.interception.running(self):
