@@ -23,14 +23,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_diffpipe.errors import ConfigurationError, require_number
-from lightning_diffpipe.modules.encoders import (
+from lightning_diffpipe.modules.latent_diffusion import (
     Tokens,
+    denoised,
     drop_captions,
+    start_noise,
     text_states,
     tokenize,
     uses_mask,
 )
-from lightning_diffpipe.modules.latent_diffusion import denoised, start_noise
 from lightning_diffpipe.modules.noise import Noise, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import PartsModule

@@ -54,16 +54,18 @@ from lightning_diffpipe.modules.adapters import (
     settings_of,
     write_lora,
 )
-from lightning_diffpipe.modules.base_model import BASE_KEY, BaseModel, frozen_weights
 from lightning_diffpipe.modules.noise import LOSS_BY_TIME
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.part_files import (
+    BASE_KEY,
     OTHER_PARTS,
+    BaseModel,
     PartOutline,
     fetched,
     folder_of_part,
     from_base,
     from_stored,
+    frozen_weights,
     index_entry,
     load_for_training,
     outline_of_part,

@@ -10,7 +10,7 @@ from lightning_diffpipe.data.captioned import edges
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.model_sources import open_source, refuse_module
 from lightning_diffpipe.modules import Optimization
-from lightning_diffpipe.modules.encoders import tokenize
+from lightning_diffpipe.modules.latent_diffusion import tokenize
 from tests.modules.tiny_parts import (
     SCHEDULERS,
     fit,
