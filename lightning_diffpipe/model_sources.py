@@ -398,7 +398,7 @@ def _checkpoint(path: Path, leads: bool, device: torch.device, opening: Opening)
         str(path),
         partial(checkpoint_part, checkpoint),
         lambda n: StateDict(
-            checkpoint_part_weights(checkpoint, n, opening.ema, opening.base), "", str(path)
+            checkpoint_part_weights(checkpoint, n, opening.ema, opening.base), str(path)
         ),
         partial(cls.from_checkpoint, path, opening.ema, opening.base),
         leads,

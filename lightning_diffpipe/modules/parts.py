@@ -79,7 +79,13 @@ from lightning_diffpipe.quantization import (
     quantize_components,
 )
 from lightning_diffpipe.runtime.optimizer_sharding import switches_weights
-from lightning_diffpipe.sampling.adapters import SECOND, StoredLora, lora_files, refuse_adapted
+from lightning_diffpipe.sampling.adapters import (
+    SECOND,
+    StoredLora,
+    lora_files,
+    refuse_adapted,
+    weights_of,
+)
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import class_of
@@ -113,12 +119,9 @@ def warn_of_cut(tokenizer: Any, texts: Sequence[str], encoded: Any, length: int)
 def in_float32(part: nn.Module, *dtypes: torch.dtype, only_trained: bool = False) -> None:
     """Makes float32 of the tensors of a part that have one of some types."""
     for module in part.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if (
-                tensor is not None
-                and tensor.dtype in dtypes
-                and (tensor.requires_grad or not only_trained)
-            ):
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        for tensor in (x for x in tensors if x is not None and x.dtype in dtypes):
+            if tensor.requires_grad or not only_trained:
                 tensor.data = tensor.data.float()
 
 
@@ -211,9 +214,8 @@ class PartsModule(L.LightningModule):
             name: part
             for name, part in self.parts.items()
             if any(part is d for d in self.denoisers)
+            or (train_text_encoder and name.startswith("text_encoder"))
         }
-        if train_text_encoder:
-            adapted |= {n: p for n, p in self.parts.items() if n.startswith("text_encoder")}
         if lora.lora_from is not None and not adapted_parts(self.parts):
             config = getattr(getattr(self, "unet", None), "config", None)
             for path, parts in lora_files(Path(lora.lora_from), adapted).items():
@@ -554,12 +556,8 @@ class PartsModule(L.LightningModule):
         """
         self.leave_to_base(checkpoint)
         checkpoint[_FILES_KEY] = {
-            name: {
-                "class": index_entry(part),
-                "files": text_files(part),
-                "adapters": settings_of(part),
-            }
-            for name, part in self.parts.items()
+            name: {"class": index_entry(p), "files": text_files(p), "adapters": settings_of(p)}
+            for name, p in self.parts.items()
         }
         checkpoint[_INDEX_KEY] = self.pipeline_index
 
@@ -574,13 +572,8 @@ class PartsModule(L.LightningModule):
         with raised_by_all():
             for name, stored in checkpoint.get(_FILES_KEY, {}).items():
                 if self.strict_loading and weights and name in self.parts and "adapters" in stored:
-                    prefix = f"{name}."
-                    of_part = {
-                        n.removeprefix(prefix): v
-                        for n, v in weights.items()
-                        if n.startswith(prefix)
-                    }
-                    refuse_others(name, self.parts[name], stored["adapters"], of_part)
+                    own = weights_of(name, weights)
+                    refuse_others(name, self.parts[name], stored["adapters"], own)
         base = BaseModel.recorded(checkpoint)
         if weights and base.samples:
             checkpoint["state_dict"] = self._completed(weights, base)
@@ -590,10 +583,9 @@ class PartsModule(L.LightningModule):
         completed = dict(weights)
         parts = self.parts
         for name in [name for name in base.samples if name in parts]:
-            present, prefix = parts[name].state_dict(), f"{name}."
-            stored = {n.removeprefix(prefix): v for n, v in weights.items() if n.startswith(prefix)}
+            present, stored = parts[name].state_dict(), weights_of(name, weights)
             whole = base.completed(name, present, stored)
-            completed |= {prefix + key: value for key, value in whole.items()}
+            completed |= {f"{name}.{key}": value for key, value in whole.items()}
         return completed
 
     @classmethod
@@ -631,7 +623,7 @@ class PartsModule(L.LightningModule):
         weights = checkpoint_weights(checkpoint, ema)
         for name in parts:
             if not checkpoint[_FILES_KEY][name].get("adapters"):
-                refuse_adapted([n for n in weights if n.startswith(f"{name}.")], str(path))
+                refuse_adapted(weights_of(name, weights), str(path))
         to_load = {name: value for name, value in weights.items() if not name.startswith(replaced)}
         below = BaseModel(below.path, {n: s for n, s in below.samples.items() if n in parts})
         to_load = module._completed(to_load, below)
@@ -706,18 +698,17 @@ def checkpoint_part_weights(
         CheckpointError: The checkpoint leaves weights to that model, which is not there or another one.
         ConfigurationError: There is a `base`, and the checkpoint needs none.
     """
-    prefix, stored = f"{name}.", checkpoint[_FILES_KEY][name]
-    weights = checkpoint_weights(checkpoint, ema).items()
-    of_part = {n.removeprefix(prefix): value for n, value in weights if n.startswith(prefix)}
+    stored = checkpoint[_FILES_KEY][name]
+    own = weights_of(name, checkpoint_weights(checkpoint, ema))
     below = BaseModel.recorded(checkpoint, base)
     if name in below.samples:
         part = from_base(below, name, stored)
-        of_part = below.completed(name, part.state_dict(), of_part)
+        own = below.completed(name, part.state_dict(), own)
     elif not stored.get("adapters"):
-        return of_part
+        return own
     else:
         part = from_stored(stored)
-    part.load_state_dict(of_part)
+    part.load_state_dict(own)
     return merged(part).state_dict()
 
 

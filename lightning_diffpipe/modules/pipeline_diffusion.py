@@ -138,14 +138,8 @@ class PipelineDiffusion(PartsModule):
             image_noise = (float(image_noise[0]), float(image_noise[1]))
             for step in self.steps:
                 step.image_noise = image_noise
-        self.save_hyperparameters(
-            "caption_dropout",
-            "condition_dropout",
-            "train_text_encoder",
-            "call",
-            "expert",
-            "image_noise",
-        )
+        self.save_hyperparameters("caption_dropout", "condition_dropout", "train_text_encoder")
+        self.save_hyperparameters("call", "expert", "image_noise")
         self.pipeline = pipeline
         components = {n: p for n, p in pipeline.components.items() if p is not None}
         self.part_names = tuple(components)
@@ -183,11 +177,8 @@ class PipelineDiffusion(PartsModule):
 
         Args:
             path: Folder with `model_index.json`, or a hub id.
-            frozen_dtype: Type of what is not trained; None for that in which each part is stored, but for an
-                autoencoder that asks for float32 (`force_upcast`). What is trained has float32.
-            quantization: Format to which each rank quantizes its frozen linear layers: `"nf4"`, `"int8"`,
-                `"float8"`, or more; for all components but autoencoders, or by their names. See
-                `quantization_named`.
+            frozen_dtype: As in `PartsModule.from_pretrained`.
+            quantization: As in `PartsModule.from_pretrained`.
             pipeline_class: A pipeline of diffusers in the place of that which `model_index.json` names, for the
                 same parts: `"LTXImageToVideoPipeline"` animates images with those of `LTXPipeline`.
             kwargs: Further arguments of `__init__`.
@@ -288,10 +279,10 @@ class PipelineDiffusion(PartsModule):
             encoded = vae.encode(pixels.to(vae.dtype))
         posterior = getattr(encoded, "latent_dist", None)
         if posterior is not None:
-            drawn = posterior.sample() if sample else posterior.mode()
+            latents = posterior.sample() if sample else posterior.mode()
         else:
-            drawn = encoded.latents if hasattr(encoded, "latents") else encoded[0]
-        return tail.undone(drawn, num_samples)
+            latents = encoded.latents if hasattr(encoded, "latents") else encoded[0]
+        return tail.undone(latents, num_samples)
 
     def require_size(self, height: int, width: int) -> None:
         """Raises ConfigurationError for images of a size, in pixels, that the pipeline's own check refuses."""
@@ -469,9 +460,8 @@ class PipelineDiffusion(PartsModule):
         settings["num_inference_steps"] = num_inference_steps
         calls = [(prompts, condition)]
         of_references = not isinstance(condition, Tensor | None)
-        if (self.step.reads_references and of_references) or (
-            self.draws_apart and condition is not None
-        ):
+        is_apart = self.draws_apart and condition is not None
+        if is_apart or (self.step.reads_references and of_references):
             of_row = lambda row: [x[row] for x in condition] if of_references else condition[row]
             rows = [slice(i, i + 1) for i in range(len(prompts))]
             calls = [(prompts[row], of_row(row)) for row in rows]
@@ -479,13 +469,13 @@ class PipelineDiffusion(PartsModule):
         self.pipeline.set_progress_bar_config(disable=True)
         try:
             with self.evaluating():
-                drawn = [
+                sampled = [
                     self.pipeline(**self.drawing(texts, condition=images, **settings).arguments)[0]
                     for texts, images in calls
                 ]
         finally:
             self.pipeline.set_progress_bar_config(**progress)
-        images = [torch.stack(list(each)) if isinstance(each, list) else each for each in drawn]
+        images = [torch.stack(list(each)) if isinstance(each, list) else each for each in sampled]
         return images[0] if len(images) == 1 else torch.cat(images)
 
     def drawing(

@@ -71,6 +71,12 @@ def lora_files(path: Path, parts: Mapping[str, Any]) -> dict[Path, dict[str, Any
     return {file: of_file for file, of_file in files.items() if of_file}
 
 
+def weights_of(part: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the weights of a part, by their names in it, among those of all parts."""
+    own = {name: value for name, value in weights.items() if name.startswith(f"{part}.")}
+    return {name.removeprefix(f"{part}."): value for name, value in own.items()}
+
+
 def name_in_file(part: str) -> str:
     """Returns the name that a LoRA file has for a part of a pipeline."""
     return "transformer" if part == SECOND else part
@@ -136,9 +142,8 @@ class StoredLora:
 
     def digest(self, part: str) -> str:
         """Returns a digest of its adapters of a part, which ranks compare."""
-        prefix, is_there = f"{name_in_file(part)}.", part in self.parts()
-        pairs = [(n, digest_of_tensor(v)) for n, v in self._weights.items() if n.startswith(prefix)]
-        return f"{self._scale} {sorted(pairs) if is_there else []}"
+        own = weights_of(name_in_file(part), self._weights) if part in self.parts() else {}
+        return f"{self._scale} {sorted((n, digest_of_tensor(v)) for n, v in own.items())}"
 
     def layers(self, name: str, part: nn.Module) -> dict[str, Any]:
         """Returns peft's layers of a part, by their names there, which is left as it was.
@@ -464,7 +469,7 @@ def with_ip_adapters(
         raise ConfigurationError(
             f"ip_adapters={scales}: {type(pipeline).__name__} takes no such scales ({error}); take numbers"
         ) from error
-    return ExtendedWeights(weights, StateDict(added, "", files))
+    return ExtendedWeights(weights, StateDict(added, files))
 
 
 def _num_layer_tensors(path: Path) -> int:

@@ -230,12 +230,10 @@ def stored_dtype(folder: Path, variant: str | None = None) -> torch.dtype | None
 
 
 class StateDict(Weights):
-    """Weights that are in memory, or mapped into it, under a prefix."""
+    """Weights that are in memory, or mapped into it."""
 
-    def __init__(self, values: Mapping[str, Tensor], prefix: str, origin: str) -> None:
-        self.origin = origin
-        own = {name: value for name, value in values.items() if name.startswith(prefix)}
-        self._values = {name.removeprefix(prefix): value for name, value in own.items()}
+    def __init__(self, values: Mapping[str, Tensor], origin: str) -> None:
+        self.origin, self._values = origin, dict(values)
 
     def names(self) -> set[str]:
         """Returns all stored names."""
