@@ -384,7 +384,7 @@ class Predictor:
                 self._compare_part(name)
             worker, latents = self._sampled(packed)
             # Before decoding, so that no rank waits for rank 0 if that fails.
-            reports = self._world.gather(worker.report())
+            reports = self._world.links.gather_object(worker.report())
         self._world.enter("decoding latents", works=self._world.rank == 0)
         self.report = merge(reports) if self._world.rank == 0 else None
         if ranks := [str(rank) for rank, each in enumerate(reports) if not each.is_finite]:
@@ -500,7 +500,7 @@ class Predictor:
         if self._worker is None:
             if self.options.method == "auto" and self._chooser is None:
                 link = self._world.measured_link()
-                left = self._world.gather(free_memory(self.device))
+                left = self._world.links.gather_object(free_memory(self.device))
                 least = min((each for each in left if each is not None), default=None)
                 model, num_ranks = self.source.denoiser, self._world.num_ranks
                 self._chooser = Chooser(model, link, self.device, num_ranks, least, self.options)

@@ -151,10 +151,8 @@ class Tail:
             raise ConfigurationError(
                 f"latents of the pipeline have {self.scale.shape[1]} channels; got {decoded.shape[1]}"
             )
-        shift, scale = (
-            value.to(decoded.device, non_blocking=True) for value in (self.shift, self.scale)
-        )
-        values = (decoded - shift) / scale
+        on_device = lambda x: x.to(decoded.device, non_blocking=True)
+        values = (decoded - on_device(self.shift)) / on_device(self.scale)
         if self.frames_apart:
             values = values.unflatten(0, (num_samples, -1))
         axes = [axis for axis in self.axes if axis is not None]
@@ -589,10 +587,8 @@ def condition_of(cls: type) -> str | None:
 
 def image_of(cls: type) -> str | None:
     """Returns the argument of a pipeline's call with an image for each sample to edit; None if it edits none."""
-    takes = {
-        *inspect.signature(cls.__call__).parameters,
-        *inspect.signature(cls.__init__).parameters,
-    }
+    functions = (cls.__call__, cls.__init__)
+    takes = {name for each in functions for name in inspect.signature(each).parameters}
     return "image" if "image" in takes and not takes.intersection(_NOT_EDITED) else None
 
 
@@ -632,9 +628,7 @@ def _methods_that_draw(cls: type) -> dict[str, types.FunctionType]:
 
 def _draws(code: types.CodeType) -> bool:
     nested = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return any(name in code.co_names for name in ("randn_tensor", "randn")) or any(
-        map(_draws, nested)
-    )
+    return not {"randn_tensor", "randn"}.isdisjoint(code.co_names) or any(map(_draws, nested))
 
 
 def _drawing_from(method: types.FunctionType, draw: Draw) -> types.FunctionType:

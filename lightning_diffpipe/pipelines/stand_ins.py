@@ -6,7 +6,6 @@ real part. The functions below make those of training; `trial.py` makes further 
 
 import contextlib
 import copy
-import functools
 import inspect
 import itertools
 import math
@@ -240,12 +239,9 @@ class PaddingProcessor(StandIn):
 
 def in_own_precision(vae: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Returns a context without autocast for an autoencoder that asks for it (`force_upcast` in its config)."""
-    can_autocast = torch.amp.is_autocast_available(device.type)  # not so of models on paper
-    if (
-        can_autocast
-        and getattr(vae.config, "force_upcast", False)
-        and torch.is_autocast_enabled(device.type)
-    ):
+    is_available = torch.amp.is_autocast_available(device.type)  # not so for models on paper
+    is_enabled = is_available and torch.is_autocast_enabled(device.type)
+    if is_enabled and getattr(vae.config, "force_upcast", False):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
@@ -305,10 +301,10 @@ def replaying(real: Any) -> Callable[[], StandIn]:
                 answers.append(compute(*args, **options))
             return answers[index]
 
-        methods = (
-            {"encode": functools.partial(answer, real.encode)} if hasattr(real, "encode") else {}
-        )
-        return StandIn(real, call=functools.partial(answer, real), **methods)
+        methods = {"call": partial(answer, real)}
+        if hasattr(real, "encode"):
+            methods["encode"] = partial(answer, real.encode)
+        return StandIn(real, **methods)
 
     return make
 
@@ -358,9 +354,8 @@ class Lockstep:
                 parts[name] = StandIn(part, call=call, dtype=part.dtype)
             for name, part in self._encoders.items():
                 mode = partial(self._ask, partial(_mode, part), replies)
-                parts[name] = StandIn(
-                    part, encode=lambda pixels, mode=mode: posterior_of(mode(pixels))
-                )
+                encode = lambda pixels, mode=mode: posterior_of(mode(pixels))
+                parts[name] = StandIn(part, encode=encode)
             if methods:
                 stand_ins = {name: make() for name, make in methods.items()}
                 parts["image_processor"] = StandIn(self._images, **stand_ins)

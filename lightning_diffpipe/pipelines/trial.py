@@ -131,7 +131,7 @@ class Trial:
         denoiser = StandIn(parts[step.denoiser], call=predict, dtype=self._dtype)
         self._parts[step.denoiser] = denoiser
         if step.decoder is not None:
-            self._parts[step.decoder] = self._noting(step.decoder, parts[step.decoder])
+            self._parts[step.decoder] = self._recording(step.decoder, parts[step.decoder])
         self._device = next(iter(parts[step.denoiser].parameters())).device
         self._drawn: list[tuple[int, ...]] = []
 
@@ -166,23 +166,20 @@ class Trial:
 
         return pytree.tree_map_only(Tensor, repeat, answer)
 
-    def _noting(self, name: str, decoder: nn.Module) -> StandIn:
-        """Returns an autoencoder that notes what it encodes, in double precision.
+    def _recording(self, name: str, decoder: nn.Module) -> StandIn:
+        """Returns an autoencoder that records what it encodes, in double precision.
 
         Kernels of lower precision sum in an order that depends on how many images there are. References, which a
-        pipeline makes as large as those it draws, are encoded as their means, and so are images of models on paper.
+        pipeline makes as large as its samples, are encoded as their means, and so are images of models on paper.
         """
-        wide, of_shapes = (
-            functools.cache(lambda: copy.deepcopy(decoder).double()),
-            encoding_means(decoder),
-        )
-        is_on_paper = next(decoder.parameters()).is_meta
+        wide = functools.cache(lambda: copy.deepcopy(decoder).double())
+        of_shapes, is_on_paper = encoding_means(decoder), next(decoder.parameters()).is_meta
 
         def encode(pixels: Tensor, *args: Any, **options: Any) -> Any:
             self._calls[name].append(pixels)
             if not (self._step.reads_references or is_on_paper):
                 encoded = wide().encode(pixels.double(), *args, **options)
-                if hasattr(encoded, "latent_dist"):  # drawn from, it would differ from run to run
+                if hasattr(encoded, "latent_dist"):  # samples of it would differ from run to run
                     encoded.latent_dist.std = torch.zeros_like(encoded.latent_dist.std)
                 return encoded
             return of_shapes(pixels)
@@ -252,8 +249,8 @@ class Trial:
         if not self._step.reads_references:
             return {self._step.image: images}
         in_8_bits = (images * 255).byte().permute(0, 2, 3, 1).numpy()
-        pictures = [Image.fromarray(image) for image in in_8_bits]
-        return {self._step.image: pictures if len(pictures) > 1 else pictures[0]}
+        files = [Image.fromarray(image) for image in in_8_bits]
+        return {self._step.image: files if len(files) > 1 else files[0]}
 
     def reads_several(self) -> bool:
         """Returns whether a sample may have several images, by a run with two."""
@@ -504,9 +501,7 @@ def _is_per_channel(values: Tensor) -> bool:
 def _is_row(together: Any, alone: Any, index: int, count: int) -> bool:
     """Returns whether the arguments of one sample by itself are its row, or its entry, of those of several."""
     if isinstance(together, Tensor):
-        if not isinstance(alone, Tensor):
-            return False
-        if together.ndim != alone.ndim:
+        if not isinstance(alone, Tensor) or together.ndim != alone.ndim:
             return False
         rows = [together]
         for axis, (length, rest) in enumerate(zip(together.shape, alone.shape, strict=True)):

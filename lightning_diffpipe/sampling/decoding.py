@@ -272,7 +272,7 @@ class Decoding:
             self.compare(job.name)
             arguments = moved(restored(job.given, self.device), self.device)
             outputs = world.agree("decoding", lambda: self._computed(job, part, arguments))
-            shapes = world.gather([TensorShape.of(x) for x in outputs])
+            shapes = world.links.gather_object([TensorShape.of(x) for x in outputs])
             if world.rank > 0:
                 for each in outputs:
                     links.send(each, 0, "images")

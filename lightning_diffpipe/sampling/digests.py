@@ -109,9 +109,9 @@ class Identity:
 @raised_by_all()
 def refuse_other_models(world: World, mine: Identity) -> None:
     """Raises ConfigurationError on all ranks if one has other arguments, config or weights; collective."""
-    if len(set(world.gather(mine.digest))) == 1:
+    if len(set(world.links.gather_object(mine.digest))) == 1:
         return
-    first, *others = world.gather(mine)
+    first, *others = world.links.gather_object(mine)
     for rank, other in enumerate(others, start=1):
         if other.digest != first.digest:
             raise ConfigurationError(_difference(first, rank, other))

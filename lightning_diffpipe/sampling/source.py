@@ -287,11 +287,10 @@ class DiffusersFolder:
         for name, entry in entries.items():
             if is_component(entry) and entry[0] == "diffusers":
                 kind = getattr(diffusers, entry[1])
-                parts[name] = (
-                    self._outline_of(name, kind)
-                    if issubclass(kind, nn.Module)
-                    else kind.from_config(_config(kind, self._path / name))
-                )
+                if issubclass(kind, nn.Module):
+                    parts[name] = self._outline_of(name, kind)
+                else:
+                    parts[name] = kind.from_config(_config(kind, self._path / name))
         pipeline = cls(**parts | {self.name: self.denoiser} | self._given)
         self._save_memory(pipeline)
         return pipeline
@@ -382,9 +381,9 @@ def _model_index(
     named: Any = stored if pipeline_class is None else pipeline_class
     cls = named if isinstance(named, type) else getattr(diffusers, str(named), None)
     if not (isinstance(cls, type) and issubclass(cls, diffusers.DiffusionPipeline)):
-        origin = (
-            f"{path} is a {named}, which" if pipeline_class is None else f"pipeline_class={named!r}"
-        )
+        origin = f"pipeline_class={named!r}"
+        if pipeline_class is None:
+            origin = f"{path} is a {named}, which"
         if isinstance(named, list | tuple):
             origin = f"{path} is a {named[-1]} of its own {named[0]}.py, whose code is not run unasked; it"
         pipelines = [name for name in dir(diffusers) if name.endswith("Pipeline")]
@@ -398,12 +397,13 @@ def _model_index(
     is_own = isinstance(stored, list | tuple)
     index |= {"_class": cls, "_class_name": cls.__name__, "_is_own": is_own}
     known = ", ".join(n for n in index if not n.startswith("_"))
-    signature = inspect.signature(cls.__init__).parameters.values()
-    required = {
-        p.name for p in signature if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
-    }
-    optional = {"self", *getattr(cls, "_optional_components", ())}
-    if pipeline_class and (lacking := sorted(required - optional - index.keys())):
+    present = {"self", *getattr(cls, "_optional_components", ()), *index}
+    lacking = sorted(
+        p.name
+        for p in inspect.signature(cls.__init__).parameters.values()
+        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in present
+    )
+    if pipeline_class and lacking:
         raise ConfigurationError(
             f"pipeline_class={cls.__name__} needs {', '.join(lacking)}, which {path} does not have; it has {known}"
         )

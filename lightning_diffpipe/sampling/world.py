@@ -76,10 +76,6 @@ class World:
         """Number of ranks."""
         return self.links.num_ranks
 
-    def gather(self, value: Any) -> list[Any]:
-        """Gathers plain data of all ranks, on all ranks."""
-        return self.links.gather_object(value)
-
     def enter(self, phase: str, works: bool = False) -> None:
         """Publishes the phase that this rank begins, and whether others may wait for it there."""
         watcher.publish(phase=phase, step=-1 if works else 0)
@@ -157,7 +153,7 @@ class World:
                 work.wait()
             if not any(map(bool, flags)):
                 return []
-            outcomes = self.gather((error, has_given_up))
+            outcomes = self.links.gather_object((error, has_given_up))
         except PipelineTimeoutError:
             if error is None:
                 raise

@@ -46,6 +46,11 @@ SequenceMode = Literal["ulysses", "ring"]
 Attended = tuple[Tensor, Tensor]
 """Attention to some keys, and the logarithm of its normaliser; see `attention_part`."""
 
+MOST_SCORE_BYTES = 1 << 26
+"""Most bytes of a tensor of scores, unless one query needs more; two or three such tensors are alive."""
+
+_WIDTHS = 8  # head sizes are multiples of it in the kernels of GPUs, which read 16 bytes at once
+_NORMALISER_ERROR = 0.1  # of a kernel in 8 bits; logarithms to another base differ by 1
 _RING = "ring attention (mode='ring'; sequence_mode='ring' with method=pipefusion)"
 
 
@@ -268,14 +273,6 @@ class Ring(_OverRanks):
 
 
 SEQUENCE_MODES: dict[str, type[Ulysses] | type[Ring]] = {"ulysses": Ulysses, "ring": Ring}
-
-
-MOST_SCORE_BYTES = 1 << 26
-"""Most bytes of a tensor of scores, unless one query needs more; two or three such tensors are alive."""
-
-_WIDTHS = 8  # head sizes are multiples of it in the kernels of GPUs, which read 16 bytes at once
-
-_NORMALISER_ERROR = 0.1  # of a kernel in 8 bits; logarithms to another base differ by 1
 
 
 def attention_part(

@@ -60,7 +60,12 @@ _PICKING = ("index", "gather", "select", "slice", "embedding", "split", "where",
 _CASTS = {"long", "int", "short", "char", "byte", "to", "type", "type_as", "copy_"}
 _SEARCHES = {"bucketize", "searchsorted"}
 _LINEAR = {"linear": 0, "mm": 0, "addmm": 1}  # position of the tokens among their arguments
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_DESCRIBED_OTHERWISE = {*OF_EVERY_MODULE, "forward", "_compiled_call_impl"}
 
+T = TypeVar("T")
+Marks = list[tuple[Tensor, Tensor | None]]
+"""Of each tensor that a call is given, where it is NaN, or else its numbers; and itself if it is to be the same."""
 
 CallAnswer = Callable[[str, Forward, tuple[Any, ...], dict[str, Any]], Any]
 """`answer(name, forward, args, kwargs)` answers a call of a module."""
@@ -320,14 +325,6 @@ def mixing_operator(
     return f"{operator} in {names[id(module)]} ({type(module).__name__})"
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_DESCRIBED_OTHERWISE = {*OF_EVERY_MODULE, "forward", "_compiled_call_impl"}
-
-T = TypeVar("T")
-Marks = list[tuple[Tensor, Tensor | None]]
-"""Of each tensor that a call is given, where it is NaN, or else its numbers; and itself if it is to be the same."""
-
-
 class BlockKinds:
     """Describes calls of a model's blocks, so that equal descriptions mean calls of one kind."""
 
@@ -340,10 +337,8 @@ class BlockKinds:
         for module in model.modules():
             forward = vars(module).get("forward")
             forward = getattr(forward, "diffpipe_original", forward)
-            if (
-                forward is not None
-                and getattr(forward, "__func__", None) is not type(module).forward
-            ):
+            is_of_class = getattr(forward, "__func__", None) is type(module).forward
+            if forward is not None and not is_of_class:
                 self._forwards[module] = forward
 
     def of(self, name: str, args: Any, kwargs: Any) -> Hashable:
@@ -405,14 +400,14 @@ class RepeatedCalls:
         for before, source, answer in self._known.get(kind, ()):
             if _equal(marks, before):
                 self.sources.append(source)
-                return self._noted(_copied(answer))
+                return self._recorded(_copied(answer))
         self.sources.append(here)
         answer = run()
         if _equal(marks, self._marks(flat)):  # else it has written into what it was given
             self._known.setdefault(kind, []).append((marks, here, _copied(answer)))
-        return self._noted(answer)
+        return self._recorded(answer)
 
-    def _noted(self, answer: T) -> T:
+    def _recorded(self, answer: T) -> T:
         for x in pytree.tree_leaves(answer) if self._by_value else ():
             if isinstance(x, Tensor):
                 self._results[id(x)] = weakref.ref(x)
