@@ -1,6 +1,6 @@
 """The checkpoint files of a run: how they are written, where they go, and from which of them it goes on.
 
-    before processes start    `ckpt_path` is looked at: "last" is the newest file that can be read
+    before processes start    `ckpt_path` is checked: "last" is the newest file that can be read
     start of fit              folders can be written
     every save                a file is written next to its place, then moved there
     end of fit                one more is written, after the last step (`FinalCheckpoint`)

@@ -389,7 +389,7 @@ class Predictor:
         self.report = merge(reports) if self._world.rank == 0 else None
         if ranks := [str(rank) for rank, each in enumerate(reports) if not each.is_finite]:
             dtype = str(self.source.denoiser.dtype)[6:]
-            advice = "lower guidance_scale, or look at the weights and the pipeline's arguments"
+            advice = "lower guidance_scale, or check the weights and the pipeline's arguments"
             if dtype == "float16":
                 advice = "the model may overflow: choose dtype=bfloat16 or float32"
             with raised_by_all():
@@ -489,7 +489,7 @@ class Predictor:
         if self._world.backend != "gloo":
             raise DiffPipeError(
                 f"an earlier request ended in the middle: {self._broken_by}; over NCCL its messages cannot be "
-                "taken back, so that this predictor draws no more: start its processes again"
+                "taken back, so that this predictor samples no more: start its processes again"
             )
         self._world.links.abandon()
         self._world = join_world(self.device, self.timeout_s)

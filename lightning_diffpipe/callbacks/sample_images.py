@@ -118,7 +118,7 @@ class SamplingCallback(L.Callback):
         """Raises ConfigurationError for a module that cannot sample."""
         if not callable(getattr(module, "sample", None)):
             raise ConfigurationError(
-                f"{type(self).__name__} draws with the module's own sample(prompts, num_inference_steps, "
+                f"{type(self).__name__} samples with the module's own sample(prompts, num_inference_steps, "
                 f"guidance_scale, generator), and {type(module).__name__} has none; write one that returns images, "
                 "(N, 3, H, W) in [0, 1], or leave the callback out"
             )
@@ -234,8 +234,8 @@ class SampleImages(SamplingCallback):
             self.require_sample(pl_module)
         if self._named is not None and draws_to_conditions(pl_module):
             raise ConfigurationError(
-                f"{type(pl_module).__name__} draws to conditions, and prompts that are named have none; leave them "
-                "out (callbacks.samples.prompts=null): captions of the data are drawn with their own conditions"
+                f"{type(pl_module).__name__} samples to conditions, and prompts that are named have none; leave "
+                "them out (callbacks.samples.prompts=null): captions of the data come with their own conditions"
             )
         self._last_step = 0 if self.every_n_steps is None else trainer.global_step
         self.prompts, self.conditions = self._named, None
@@ -262,8 +262,8 @@ class SampleImages(SamplingCallback):
             self._take(trainer, pl_module, captions, conditions)
         if self.prompts is None:
             raise ConfigurationError(
-                f"SampleImages draws captions of the data, and batches have no {draws_from(pl_module)!r}; say "
-                "what to draw: prompts=[...] (callbacks.samples.prompts), or leave it out (callbacks.samples=null)"
+                f"SampleImages samples captions of the data, and batches have no {draws_from(pl_module)!r}; say "
+                "which: prompts=[...] (callbacks.samples.prompts), or leave it out (callbacks.samples=null)"
             )
 
     def _take(
@@ -367,10 +367,10 @@ class SampleImages(SamplingCallback):
         steps, shown = [], [condition.cpu() for condition in conditions]
         for step in [self._steps[place] for place in spread.round().long()]:
             path = folder / f"step_{step:06d}.png"
-            drawn = _tiles(path, columns, height, width) if path.is_file() else images[:0]
+            tiles_of_step = _tiles(path, columns, height, width) if path.is_file() else images[:0]
             last = len(images) * len(rows)
-            if len(drawn) >= last:  # else they were of another size, before the run went on
-                steps, shown = [*steps, step], [*shown, drawn[last - len(images) : last]]
+            if len(tiles_of_step) >= last:  # else they were of another size, before the run went on
+                steps, shown = [*steps, step], [*shown, tiles_of_step[last - len(images) : last]]
         tiles = torch.stack(shown, 1).flatten(0, 1)
         factor = min(1.0, _COLUMN_PIXELS / width)
         size = max(1, round(factor * height)), max(1, round(factor * width))
@@ -431,7 +431,7 @@ def draw_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> 
             return images_of(call, drawer.sample)
     except _RefusedError as error:
         if pipeline.mesh.rank == 0:
-            _log.info("samples are drawn layer by layer, not by PipeFusion: %s", error)
+            _log.info("samples are computed layer by layer, not by PipeFusion: %s", error)
         return None
 
 

@@ -183,7 +183,7 @@ def _in_srgb(image: Image.Image, icc: bytes | None) -> Image.Image:
 
 def size_of(image: Image.Image) -> tuple[int, int]:
     """Returns width and height of an image that stands upright, by its header alone."""
-    # Not by the method of PNG files, which decodes them to look behind the pixels.
+    # Not by the method of PNG files, which decodes them for what follows the pixels.
     turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
     return (image.height, image.width) if turned else image.size
 

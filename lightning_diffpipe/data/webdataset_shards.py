@@ -244,7 +244,7 @@ class WebDatasetDataModule(CaptionedDataModule):
                 raise DataError(error.args[0])
             text = " ".join(each for each in error.args if isinstance(each, str))
             raise DataError(
-                f"a shard cannot be read: {text}. Write it anew, or leave it out with on_error='skip'"
+                f"a shard cannot be read: {text}. Write it again, or leave it out with on_error='skip'"
             ) from error
         self._count_left_out(error)
         return True

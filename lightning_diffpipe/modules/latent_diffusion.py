@@ -95,7 +95,7 @@ def tokenize(
 def attention_bias(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Turns a token mask into the bias that is added to attention scores.
 
-    transformers would do so itself, but first looks whether any token is padding: that waits for the
+    transformers would do so itself, but first reads whether any token is padding: that waits for the
     device, and makes the course of the computation depend on the captions.
 
     Args:
@@ -153,7 +153,7 @@ def latent_size(
     trained, patch = denoiser["sample_size"], denoiser.get("patch_size") or 1
     if trained is None and None in (height, width):
         raise ConfigurationError(
-            "the denoiser does not say which size it draws (sample_size is None in its config); give height and "
+            "the denoiser does not say which size it samples (sample_size is None in its config); give height and "
             "width, or set it: denoiser.register_to_config(sample_size=rows of its latents)"
         )
     default = tuple(trained) if isinstance(trained, list | tuple) else (trained, trained)
@@ -317,7 +317,7 @@ class LatentDiffusion(PartsModule):
 
         Args:
             images: `(B, 3, H, W)` in [-1, 1].
-            sample: Draw from the posterior, rather than take its mean.
+            sample: Sample the posterior, rather than take its mean.
 
         Returns:
             fp32 latents of about unit variance, `(B, C, h, w)`.
@@ -491,8 +491,8 @@ class LatentDiffusion(PartsModule):
     def predict_step(self, batch: Any, batch_idx: int) -> list[Image.Image]:
         """Samples the captions of a batch: `trainer.predict(module, prompts)`.
 
-        Each rank draws all prompts of its pipeline alone, and pipelines side by side (`data_parallel`) draw a share
-        each; `Predictor.from_module(module, "pipefusion")` draws every prompt with all ranks.
+        Each rank samples all prompts of its pipeline alone, and pipelines side by side (`data_parallel`) a share
+        each; `Predictor.from_module(module, "pipefusion")` samples every prompt with all ranks.
 
         Args:
             batch: Captions, or a batch of training data with `caption`.
@@ -518,11 +518,11 @@ class LatentDiffusion(PartsModule):
 def start_noise(
     shape: Sequence[int], generator: torch.Generator | None, device: torch.device
 ) -> Tensor:
-    """Draws standard normal numbers in fp32 where the generator is, and brings them to the device."""
-    drawn_on = generator.device if generator is not None else device
-    return torch.randn(tuple(shape), generator=generator, device=drawn_on, dtype=torch.float32).to(
-        device
-    )
+    """Samples standard normal numbers in fp32 where the generator is, and brings them to the device."""
+    sampled_on = generator.device if generator is not None else device
+    return torch.randn(
+        tuple(shape), generator=generator, device=sampled_on, dtype=torch.float32
+    ).to(device)
 
 
 def denoised(

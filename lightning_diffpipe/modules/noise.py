@@ -306,7 +306,7 @@ class FlowMatching(_Schedule):
             span: Sample only times of this span, as often as without it relative to each other.
 
         Raises:
-            ConfigurationError: Next to no time is drawn from the span.
+            ConfigurationError: Next to no time is sampled from the span.
         """
         steps, quantiles = range(self.num_timesteps), None
         if span is not None:
@@ -314,7 +314,7 @@ class FlowMatching(_Schedule):
             if quantiles[1] - quantiles[0] < 1e-4:
                 raise ConfigurationError(
                     f"of all times {quantiles[1] - quantiles[0]:.2g} are from {span[0]:g} to {span[1]:g}, where a "
-                    "denoiser is trained; draw others (model.noise), or train the other one only (model.expert)"
+                    "denoiser is trained; sample others (model.noise), or train the other one only (model.expert)"
                 )
         share = self.noise.sample_times(clean, generator, quantiles)
         # As an index into the timesteps of the scheduler, which fall.

@@ -170,13 +170,13 @@ class BaseModel:
     @classmethod
     def of(cls, path: str | Path, parts: Mapping[str, Any]) -> BaseModel:
         """Returns the base of parts that have just been read from a folder, and had adapters added."""
-        noted = {
+        samples = {
             name: {
                 key: (list(weight.shape), sampled(weight)) for key, weight in frozen_weights(part)
             }
             for name, part in parts.items()
         }
-        return cls(_origin(path), {name: each for name, each in noted.items() if each})
+        return cls(_origin(path), {name: each for name, each in samples.items() if each})
 
     @classmethod
     def recorded(cls, checkpoint: Mapping[str, Any], path: str | Path | None = None) -> BaseModel:
@@ -210,9 +210,9 @@ class BaseModel:
 
     def fits(self, name: str, weights: Mapping[str, Tensor]) -> bool:
         """Returns whether these are the frozen weights of a part, in whatever precision."""
-        noted = self.samples[name]
-        return weights.keys() == noted.keys() and all(
-            list(weight.shape) == noted[key][0] and _are_same(sampled(weight), noted[key][1])
+        stored = self.samples[name]
+        return weights.keys() == stored.keys() and all(
+            list(weight.shape) == stored[key][0] and _are_same(sampled(weight), stored[key][1])
             for key, weight in weights.items()
         )
 

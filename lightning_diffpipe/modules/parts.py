@@ -270,7 +270,7 @@ class PartsModule(L.LightningModule):
         return {name: value for name, value in state.items() if name not in left}
 
     def leave_to_base(self, checkpoint: dict[str, Any]) -> None:
-        """Takes weights out of a checkpoint that are in the model below adapters, and notes where that is.
+        """Takes weights out of a checkpoint that are in the model below adapters, and stores where that is.
 
         `on_save_checkpoint` does so, and `DiffPipeStrategy`, which leaves them out in any case: also for a subclass
         whose `on_save_checkpoint` does not call this one.
@@ -291,7 +291,7 @@ class PartsModule(L.LightningModule):
             self._base.refuse_folder(path)
 
     def _note_base(self, path: str | Path, names: Collection[str]) -> None:
-        """Notes the origin of parts of these names, which checkpoints of adapters name in place of weights.
+        """Records the origin of parts of these names, which checkpoints of adapters name in place of weights.
 
         All checkpoints leave those there that are stored quantized.
         """
@@ -552,7 +552,7 @@ class PartsModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the configs and vocabularies of all parts to the checkpoint, and the settings of adapters.
 
-        Weights below adapters that are as they were read from a folder are left out, and the folder is noted.
+        Weights below adapters that are as they were read from a folder are left out, and the folder is named.
         """
         self.leave_to_base(checkpoint)
         checkpoint[_FILES_KEY] = {

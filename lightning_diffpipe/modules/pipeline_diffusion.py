@@ -67,7 +67,7 @@ class PipelineDiffusion(PartsModule):
     where and how much a loss counts (`noise.py`).
 
     Args:
-        pipeline: A pipeline of diffusers, or one of your own derived from `DiffusionPipeline`, that draws from
+        pipeline: A pipeline of diffusers, or one of your own derived from `DiffusionPipeline`, that samples from
             prompts or classes alone, or edits or animates images.
         caption_dropout: Share of the training samples that lose their caption, for guidance. Models of classes drop
             them themselves.
@@ -265,7 +265,7 @@ class PipelineDiffusion(PartsModule):
 
         Args:
             pixels: `(B, 3, H, W)` or `(B, 3, F, H, W)` in [-1, 1].
-            sample: Draw from the posterior where there is one, rather than take its mode.
+            sample: Sample the posterior where there is one, rather than take its mode.
         """
         if self.step.decoder is None:
             return pixels.float()
@@ -289,7 +289,7 @@ class PipelineDiffusion(PartsModule):
         self.step.check({"height": height, "width": width})
 
     def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
-        """Notes the size to sample while training: a pipeline's default may be many times that of the images."""
+        """Stores the size to sample while training: a pipeline's default may be many times that of the images."""
         super().on_train_batch_start(batch, batch_idx)
         self._trained_size = _size_of(_pixels_of(batch))
 
@@ -358,8 +358,8 @@ class PipelineDiffusion(PartsModule):
         ratio, num_frames = self.tail.temporal_ratio, video.shape[2]
         if ratio is not None and (num_frames - 1 < ratio or (num_frames - 1) % ratio):
             raise ConfigurationError(
-                f"{self.step.name} draws videos of {ratio + 1}, {2 * ratio + 1}, {3 * ratio + 1}, ... frames, and "
-                f"those of the batch have {num_frames}; take {max(1, num_frames // ratio) * ratio + 1} "
+                f"{self.step.name} samples videos of {ratio + 1}, {2 * ratio + 1}, {3 * ratio + 1}, ... frames, "
+                f"and those of the batch have {num_frames}; take {max(1, num_frames // ratio) * ratio + 1} "
                 "(data.num_frames)"
             )
 
@@ -496,7 +496,7 @@ class PipelineDiffusion(PartsModule):
         if condition is None:
             if self.step.needs_image:
                 raise ConfigurationError(
-                    f"{self.step.name} draws from an image; give condition, (number of prompts, 3, H, W) in [0, 1]"
+                    f"{self.step.name} samples from an image; give condition, (prompts, 3, H, W) in [0, 1]"
                 )
         elif self.step.reads_references and not isinstance(condition, Tensor):
             images = [Image.fromarray(each[0]) for each in condition]  # of one prompt

@@ -9,8 +9,8 @@ unpacking of its prediction: all of that is code in the pipeline's `__call__`:
 
 For training it is run with four things replaced, in a shallow copy of the pipeline:
 
-    noise       the methods that draw it are given our noisy latents instead, and return them as they are where they
-                would mix the image that is animated into them
+    noise       the methods that sample it are given our noisy latents instead, and return them as they are where
+                they would mix the image that is animated into them
     scheduler   has one step, with a timestep of ours for each sample; a pipeline that wants one number gets any,
                 and the denoiser is given those of the samples, by a factor and an offset that three runs give
     tokenizers  pad to a fixed length, so that every microbatch has the same shapes; so do processors, which read
@@ -201,7 +201,7 @@ class OneStep:
         image: The argument with an image for each sample that the pipeline edits or animates; None without one.
         animates: Whether it samples videos that begin with the image.
         image_noise: Noise added to the image that it animates, as `encoding_first_frames` takes it.
-        mixes_image: Whether a method of it mixes the image into the noise that it draws; in training it returns
+        mixes_image: Whether a method of it mixes the image into the noise that it samples; in training it returns
             the noise alone.
         needs_image: Whether it needs an image.
         reads_references: Whether it passes the image to a processor, which reads it in 8 bits. Then the call is run
@@ -366,8 +366,8 @@ class OneStep:
             if tuple(shape) != tuple(noisy.shape):
                 named = (f"{n}={v}" for n, v in pixels.items() if n != "num_frames" or v > 1)
                 raise ConfigurationError(
-                    f"for {', '.join(named)} {self.name} draws latents {tuple(shape)}, but encodings of the batch "
-                    f"are {tuple(noisy.shape)}; give images of a size that the model can draw"
+                    f"for {', '.join(named)} {self.name} samples latents {tuple(shape)}, but encodings of the "
+                    f"batch are {tuple(noisy.shape)}; give images of a size that the model can sample"
                 )
             return noisy
 
@@ -419,7 +419,7 @@ class OneStep:
             generator: Generator of that noise.
         """
         pipeline = copy.copy(self._pipeline)
-        # A class that knows where it runs: diffusers looks at every module for that.
+        # A class that knows where it runs: diffusers reads every module for that.
         cls, device = type(pipeline), property(lambda self: self.device_of_latents)
         pipeline.__class__ = type(cls.__name__, (cls,), {"_execution_device": device})
         dtype = _dtype_of(parts[self.denoiser])
@@ -580,7 +580,7 @@ def condition_of(cls: type) -> str | None:
     accepted = (condition, image_of(cls))
     if others := [name for name in required_by(cls) if name not in accepted]:
         raise ConfigurationError(
-            f"{cls.__name__} draws from {', '.join(others)}, not from prompts or classes alone; {OTHERWISE}"
+            f"{cls.__name__} samples from {', '.join(others)}, not from prompts or classes alone; {OTHERWISE}"
         )
     return condition
 
@@ -606,7 +606,7 @@ _dtypes: WeakKeyDictionary[Any, tuple[torch.dtype, torch.dtype]] = WeakKeyDictio
 
 
 def _dtype_of(part: Any) -> torch.dtype:
-    """Returns the type of a part, cached until its first weight changes, as diffusers looks at every module."""
+    """Returns the type of a part, cached until its first weight changes, as diffusers reads every module."""
     first = next(part.parameters()).dtype
     if part not in _dtypes or _dtypes[part][0] != first:
         _dtypes[part] = first, part.dtype
@@ -615,7 +615,7 @@ def _dtype_of(part: Any) -> torch.dtype:
 
 @functools.cache
 def _methods_that_draw(cls: type) -> dict[str, types.FunctionType]:
-    """Finds `__call__` and the methods that draw noise, without decorators such as `torch.no_grad`."""
+    """Finds `__call__` and the methods that sample noise, without decorators such as `torch.no_grad`."""
     methods: dict[str, types.FunctionType] = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():

@@ -34,7 +34,7 @@ from lightning_diffpipe.pipelines.stand_ins import (
 )
 
 _NO_SIZE = (
-    ". sample_size is None in the config of its {0}, of which many pipelines make the size they draw: set it to "
+    ". sample_size is None in the config of its {0}, of which many pipelines make the size of samples: set it to "
     "rows of latents, as {0}.register_to_config(sample_size=64) does"
 )
 
@@ -48,7 +48,7 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
             and decoder are not called.
 
     Raises:
-        ConfigurationError: Training cannot follow: noise is drawn or the denoiser called several times in a
+        ConfigurationError: Training cannot follow: noise is sampled or the denoiser called several times in a
             step, samples cannot have timesteps of their own, latents are changed in a way that cannot be
             undone, or the pipeline expects something else of its scheduler.
     """
@@ -226,7 +226,7 @@ class Trial:
         counts = len(self._drawn), len(self._calls[self._step.denoiser]), len(decoded)
         if counts != (1, 1, 1):
             raise ConfigurationError(
-                f"in one step {self._step.name} draws noise {counts[0]} times, calls its denoiser {counts[1]} "
+                f"in one step {self._step.name} samples noise {counts[0]} times, calls its denoiser {counts[1]} "
                 f"times and decodes {counts[2]} times; training can follow pipelines that do each of them once: "
                 + OTHERWISE
             )
@@ -308,7 +308,7 @@ class Trial:
         def draw(shape: Sequence[int]) -> Tensor:
             if len(shape) < 2 or shape[0] != 3:
                 raise ConfigurationError(
-                    f"for three samples {self._step.name} draws noise {tuple(shape)}; the first axis must be "
+                    f"for three samples {self._step.name} samples noise {tuple(shape)}; the first axis must be "
                     "that of the samples"
                 )
             return latents.setdefault(0, torch.randn(tuple(shape), generator=generator))
@@ -439,7 +439,7 @@ class Trial:
                     return self.tail()
                 raise ConfigurationError(
                     f"{self._step.name} mixes the image that it animates into the noise that it starts from, and "
-                    "not in the method that draws it, so that training cannot start from noisy videos alone; "
+                    "not in the method that samples it, so that training cannot start from noisy videos alone; "
                     + OTHERWISE
                 ) from refusal
             raise refusal

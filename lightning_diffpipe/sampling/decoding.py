@@ -10,7 +10,7 @@ calls the decoder for each, or for each frame of a tile. Its own code is run wit
 
 So no autoencoder's tiles or seams are written here, and images are those of one rank with the same tiles, bit for
 bit. A call continues an earlier one if it is given what that left: a list of features, or a cache that it returned.
-These are of one rank. Decoders that draw noise, or remember something in their modules, are left to rank 0. Nothing
+These are of one rank. Decoders that sample noise, or keep something in their modules, are left to rank 0. Nothing
 is sent before all ranks have computed, so that one that fails keeps none waiting.
 
 Source: `enable_tiling` and `enable_slicing` of diffusers' autoencoders.
@@ -132,7 +132,7 @@ def divide(
 
     try:
         _decoded(vae, answer, given, {})
-    except Exception:  # also of code that looks at what it has decoded
+    except Exception:  # also of code that reads what it has decoded
         return None
     # The dearest group first, each to the rank with the least to compute.
     rank_of, loads = dict[int, int](), [0] * num_ranks
@@ -146,7 +146,7 @@ def divide(
 def _returned(decoder: nn.Module, arguments: dict[str, Any]) -> Any:
     """Returns the outline of a call's output, as a `Division` has it, by a call on fake tensors.
 
-    None if the decoder draws numbers, leaves something in its modules, or cannot be run so.
+    None if the decoder samples numbers, leaves something in its modules, or cannot be run so.
     """
 
     def run(model: nn.Module, mode: TrackedFakeMode) -> Any:
@@ -174,7 +174,7 @@ def _attributes(model: nn.Module) -> list[Any]:
 
 
 class _Draws(TorchDispatchMode):
-    """Finds out whether anything draws random numbers."""
+    """Finds out whether anything samples random numbers."""
 
     any = False
 

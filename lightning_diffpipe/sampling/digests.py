@@ -142,7 +142,7 @@ def refuse_other_request(rank: int, mine: Mapping[str, str], first: Mapping[str,
         name = names[0]
         raise ConfigurationError(
             f"rank {rank} was asked for {name}={mine.get(name)}, but rank 0 for {name}={first.get(name)}: all "
-            "ranks draw one request together, give it to all alike"
+            "ranks sample one request together, give it to all alike"
         )
 
 

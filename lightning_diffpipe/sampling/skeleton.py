@@ -348,7 +348,7 @@ def refuse_names(cls: str, origin: str, names: Collection[str], num_known: int |
     raise CheckpointError(
         f"{origin} has {len(names)} tensors that the config of {cls} does not know: {shown}; is its config.json "
         "another model's, or are its weights quantized (SCB, absmax and scale are stored with such)? Without them "
-        "other images would be drawn"
+        "other images would be sampled"
     )
 
 

@@ -604,7 +604,9 @@ def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
             arguments = {k: _of_each_prompt(k, v, len(prompts)) for k, v in arguments.items()}
         arguments[option] = prompts[0] if takes_one else list(prompts)
     elif option is not None and takes[option].default is inspect.Parameter.empty:
-        raise ConfigurationError(f"{type(pipeline).__name__} takes prompts; give a list of them")
+        raise ConfigurationError(
+            f"{type(pipeline).__name__} samples from prompts; give a list of them"
+        )
     elif prompts is not None and "batch_size" in takes:
         arguments["batch_size"] = len(prompts)
     arguments.setdefault("generator", settings.generator())

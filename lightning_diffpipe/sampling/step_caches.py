@@ -85,7 +85,7 @@ def step_cache_named(cache: Any) -> Any:
     if named:
         raise ConfigurationError(
             f"cache={type(cache).__name__} has a function as {named}, which does not travel to other ranks; leave "
-            "it out, or draw with method=single and enable_cache of the denoiser"
+            "it out, or sample with method=single and enable_cache of the denoiser"
         )
     return cache
 

@@ -237,14 +237,14 @@ class DistriFusionRun(Run):
     def _analysed(self, call: ModelCall) -> CallAnalysis:
         """Analyses a call on rank 0, and compares it on bands with a plain one; collective."""
 
-        def look() -> CallAnalysis:
+        def analysis_of() -> CallAnalysis:
             with needing_memory("to be analysed on all rows at once", _REMEDY_OF_ANALYSIS):
                 analysis = analyse(call)
             Bands.split(call.latents.shape[-2], self._links.num_ranks, analysis.unit, 0)
             return analysis
 
         with self.stopwatch.learning(), self.cache.off():
-            analysis: CallAnalysis = self._links.broadcast_object(look)
+            analysis: CallAnalysis = self._links.broadcast_object(analysis_of)
             if self.sampler.verify:
                 traffic = self._links.traffic.copy()
                 self._compare(analysis, call)
@@ -350,7 +350,7 @@ def emulate(
     network = LoopbackNetwork(num_bands, device, link, timeout_s)
     kwargs = dict(request.step_kwargs) | ({} if default is None else {"generator": default})
 
-    states = snapshot(kwargs)  # a thread draws as if it were a process
+    states = snapshot(kwargs)  # a thread samples as if it were a process
     requests = [replace(request, step_kwargs=restored(states)) for _ in range(num_bands)]
 
     def band(links: Links) -> tuple[Tensor, DistriFusion]:
@@ -366,7 +366,7 @@ def emulate(
             name = type(request.scheduler).__name__
             raise ConfigurationError(
                 f"bands 0 and {rank} of {num_bands} stepped to other latents: {name} or the request's closure "
-                "draws from torch's default generator, which these bands share as threads of one process; give "
+                "uses torch's default generator, which these bands share as threads of one process; give "
                 "it a generator or a seed of its own, or sample with processes"
             )
     return latents, [sampler for _, sampler in results]

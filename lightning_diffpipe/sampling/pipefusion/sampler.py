@@ -251,8 +251,8 @@ class PipeFusion:
             scheduler, ndim = request.scheduler, request.latents.ndim
             if not is_elementwise(scheduler, request.timesteps, ndim, layout.axis):
                 raise ConfigurationError(
-                    f"{type(scheduler).__name__} looks at all rows of the latents in one step "
-                    "(thresholding, or noise that is not drawn by torch.randn), so patches cannot be stepped "
+                    f"{type(scheduler).__name__} reads all rows of the latents in one step "
+                    "(thresholding, or noise that is not sampled by torch.randn), so patches cannot be stepped "
                     "separately; switch that off, or use another scheduler such as DDIMScheduler, "
                     "FlowMatchEulerDiscreteScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler or "
                     "UniPCMultistepScheduler"
