@@ -179,11 +179,10 @@ class Predictor:
             CheckpointError: Weights are missing; on all ranks.
         """
         # None leaves out a part of a pipeline; others are saved in folders.
-        parts = {
-            n: v
-            for n, v in further.items()
-            if (_OPTIONAL_PART.fullmatch(n) if v is None else hasattr(v, "save_pretrained"))
-        }
+        is_part = lambda n, v: (
+            _OPTIONAL_PART.fullmatch(n) if v is None else hasattr(v, "save_pretrained")
+        )
+        parts = {n: v for n, v in further.items() if is_part(n, v)}
         settings = {n: v for n, v in further.items() if n not in parts}
         settings |= {"num_patches": num_patches, "warmup_steps": warmup_steps}
         options = _options_of(method, settings)
@@ -197,7 +196,7 @@ class Predictor:
         vae = [name for name, is_on in (("tiling", vae_tiling), ("slicing", vae_slicing)) if is_on]
         loading = {"dtype": dtype, "ema": ema, "variant": variant, "parts": parts, "vae": vae}
         loading |= {"pipeline_class": pipeline_class, "ip_adapters": ip_adapters, "base": base}
-        loading["quantization"] = quantization
+        loading |= {"quantization": quantization}
         read = partial(open_source, path, world.rank == 0, where, loras=loras, **loading)
         source = _opened(read, options, world, loading)
         return cls(source, options, world, where, timeout_s)
@@ -305,10 +304,8 @@ class Predictor:
         if self._worker is not None:
             self._worker.place.disconnect()
             self._worker = None
-        if self._broken_by is None:
-            self._world.links.disconnect()
-        else:
-            self._world.links.abandon()
+        links = self._world.links
+        links.disconnect() if self._broken_by is None else links.abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -576,11 +573,11 @@ def _device(device: torch.device | str | None) -> torch.device:
     among_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if among_several:
         ask_for_queues()
-    if where.index is None:
+    is_named = where.index is not None
+    if not is_named:
         gpu_index = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
         gpu_index %= torch.cuda.device_count()
         where = torch.device("cuda", torch.cuda.current_device() or gpu_index)
-        torch.cuda.set_device(where)
-    elif among_several:  # exchanges over NCCL need it
+    if among_several or not is_named:  # exchanges over NCCL need it
         torch.cuda.set_device(where)
     return where

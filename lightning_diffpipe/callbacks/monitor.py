@@ -171,15 +171,10 @@ class PipelineMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
     ) -> None:
         """Takes the norm of the gradients, not clipped yet, if a measurement precedes the next optimizer step."""
-        next_steps = range(
-            self._num_steps + 1, self._num_steps + trainer.accumulate_grad_batches + 1
-        )
-        pipeline = _pipeline(trainer)
-        if (
-            pipeline is not None
-            and not pipeline.plan.runs_free
-            and any(map(self._is_measured, next_steps))
-        ):
+        first, pipeline = self._num_steps + 1, _pipeline(trainer)
+        next_steps = range(first, first + trainer.accumulate_grad_batches)
+        has_norm = pipeline is not None and not pipeline.plan.runs_free
+        if has_norm and any(map(self._is_measured, next_steps)):
             self._grad_norm = trainer.strategy.gradient_norm()
 
     def on_train_batch_end(
@@ -242,11 +237,9 @@ class PipelineMonitor(L.Callback):
                 numbers |= self._numbers(trainer, sample)
         self._interval = _Interval()
         self.numbers |= numbers
+        named = {f"pipeline/{name}": value for name, value in numbers.items()}
         for logger in trainer.loggers:
-            logger.log_metrics(
-                {f"pipeline/{name}": value for name, value in numbers.items()},
-                step=trainer.global_step,
-            )
+            logger.log_metrics(named, step=trainer.global_step)
         if self.progress_bar and trainer.is_global_zero:
             shown = {"bubble": "bubble_ratio", "samples/s": "samples_per_s"}
             for name, key in shown.items():
@@ -270,9 +263,7 @@ class PipelineMonitor(L.Callback):
             numbers["mfu"] = self._flops * rate / (peak * trainer.world_size)
         return numbers
 
-    def _sample(
-        self, trainer: L.Trainer, result: StepResult, ended_s: float
-    ) -> MeasuredStep | None:
+    def _sample(self, trainer: L.Trainer, result: StepResult, end_s: float) -> MeasuredStep | None:
         """Brings one step's stamps together; a collective call of the ranks of a pipeline."""
         pipeline = _pipeline(trainer)
         mesh, spans = pipeline.mesh, list(result.recording.spans)
@@ -282,11 +273,11 @@ class PipelineMonitor(L.Callback):
             return None
         if pipeline.plan.runs_free:  # each rank's step begins at a time of its own
             offsets_s = [min(span.start_s for span in spans) for spans in recorded]
-            ended_s -= offsets_s[0]
+            end_s -= offsets_s[0]
         timeline = measured_timeline(recorded, offsets_s, pipeline.plan.placement)
         ranks = zip(recorded, offsets_s, strict=True)
         began_s = min(span.start_s - ahead_s for spans, ahead_s in ranks for span in spans)
-        after_s = max(ended_s - began_s - timeline.iteration_s, 0.0)
+        after_s = max(end_s - began_s - timeline.iteration_s, 0.0)
         between_s, loading_s = self._clock.between_s, self._clock.loading_s
         sample = MeasuredStep(timeline, after_s + between_s - loading_s, loading_s)
         self.samples.append(sample)

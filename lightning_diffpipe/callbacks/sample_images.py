@@ -209,13 +209,9 @@ class SampleImages(SamplingCallback):
     @property
     def state_key(self) -> str:
         """A key for each of several in a trainer, by prompts and settings."""
-        return self._generate_state_key(
-            prompts=self._named,
-            every_n_steps=self.every_n_steps,
-            num_inference_steps=self.num_inference_steps,
-            guidance_scale=self.guidance_scale,
-            seed=self.seed,
-        )
+        names = ("every_n_steps", "num_inference_steps", "guidance_scale", "seed")
+        settings = {name: getattr(self, name) for name in names}
+        return self._generate_state_key(prompts=self._named, **settings)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Resets what was read for an earlier run, before a checkpoint of this one is read."""
@@ -470,18 +466,13 @@ class StageDrawer:
         # Training would save for its backward what modules compute once for all calls, such as tables.
         call = replace(call, random_states=random_states(links.device))
         request = replace(call.request(call.pipeline.parts[call.denoiser]), infers=False)
-        rows = len(request.latents) * request.branches_in_batch
-        by_samples = {
-            "warmup_steps": request.num_steps,
-            "warmup_microbatches": min(links.num_ranks, rows),
-        }
-        sampler = PipeFusion(
-            request.model,  # with its ControlNets
-            links,
-            num_patches=self._num_patches,
-            split=functools.partial(self._positions, request.model),
-            **(by_samples if self._num_patches == 1 else {}),
-        )
+        options: dict[str, Any] = {"num_patches": self._num_patches}
+        options["split"] = functools.partial(self._positions, request.model)
+        if self._num_patches == 1:
+            rows = len(request.latents) * request.branches_in_batch
+            options["warmup_steps"] = request.num_steps
+            options["warmup_microbatches"] = min(links.num_ranks, rows)
+        sampler = PipeFusion(request.model, links, **options)  # with its ControlNets
         try:
             if len(call.phases) > 1:
                 raise ConfigurationError("its steps call denoisers in more than one way")
