@@ -46,12 +46,12 @@ from transformers import BaseImageProcessor, ProcessorMixin
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.stand_ins import (
+    ArgumentPlace,
     Captured,
     Draw,
     Lockstep,
     PaddingProcessor,
     PaddingTokenizer,
-    Place,
     StandIn,
     checked_arguments,
     dropping_encoder,
@@ -262,7 +262,7 @@ class OneStep:
             scales = (None, 1.0, 0.0) if default is None else (1.0, 0.0)
             self.unguided = [{"guidance_scale": scale} for scale in scales]
         self.time: float | None = None
-        self.places: tuple[Place, ...] = ()
+        self.places: tuple[ArgumentPlace, ...] = ()
         self.sizes = tuple(n for n in _SIZES if n in self._parameters and n not in settings)
         self.note_tokens: Callable[..., None] = lambda *_: None
         limit = inspect.signature(self._call).parameters.get("max_sequence_length")

@@ -597,7 +597,7 @@ def dropping_encoder(real: Any, shown: Tensor) -> StandIn:
 
 
 @dataclass(frozen=True)
-class Place:
+class ArgumentPlace:
     """A place among a denoiser's arguments with a number that belongs to a sample, such as its image's height.
 
     Attributes:
@@ -639,7 +639,7 @@ def _flat(tree: Any) -> tuple[list[tuple[pytree.KeyPath, Any]], pytree.TreeSpec]
     return pytree.tree_flatten_with_path(tree, lambda node: type(node) not in (tuple, list, dict))
 
 
-def per_sample(real: Any, places: Sequence[Place], values: Mapping[str, Tensor]) -> Any:
+def per_sample(real: Any, places: Sequence[ArgumentPlace], values: Mapping[str, Tensor]) -> Any:
     """Returns a denoiser that takes numbers of each sample in place of the pipeline's, which are for all.
 
     Args:

@@ -24,9 +24,9 @@ from transformers.utils import ModelOutput
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.one_step import OTHERWISE, TIME, OneStep, Tail, patched
 from lightning_diffpipe.pipelines.stand_ins import (
+    ArgumentPlace,
     Certain,
     Draw,
-    Place,
     StandIn,
     given,
     in_type,
@@ -262,7 +262,7 @@ class Trial:
             return False
         return True
 
-    def place_of_time(self) -> Place:
+    def place_of_time(self) -> ArgumentPlace:
         """Determines the argument that gives the denoiser the time, by runs with one time for all samples.
 
         Raises:
@@ -294,7 +294,7 @@ class Trial:
             if is_line and torch.allclose(offset, offset.flatten()[0], atol=1e-3):
                 line = (x.flatten()[0].item() for x in (factor, offset))
                 self._step.time = times[1]
-                return Place(path, TIME, 0, None, *line, fixed)
+                return ArgumentPlace(path, TIME, 0, None, *line, fixed)
         raise ConfigurationError(
             f"{self._step.name} does not tell its denoiser the time by one argument with a number for each sample; "
             f"{len(changed)} of those it gives change with the time"
@@ -361,7 +361,7 @@ class Trial:
             )
         return None
 
-    def places_of_sizes(self) -> tuple[Place, ...]:
+    def places_of_sizes(self) -> tuple[ArgumentPlace, ...]:
         """Determines the arguments that give the denoiser sizes, by two runs with other numbers.
 
         Raises:
@@ -391,7 +391,7 @@ class Trial:
                         f"{self._step.name} does not tell its denoiser {', '.join(self._step.sizes)} by the "
                         "numbers themselves; give one value for all samples in `call` (model.call)"
                     )
-                places.append(Place(path, *of[numbers], column))
+                places.append(ArgumentPlace(path, *of[numbers], column))
         return tuple(places)
 
     def tail(self) -> Tail:

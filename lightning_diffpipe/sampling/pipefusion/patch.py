@@ -44,9 +44,9 @@ from lightning_diffpipe.sampling.tracing.layout import (
     BETWEEN,
     WHOLE,
     Block,
+    CallPlace,
     Layout,
     Part,
-    Place,
     TokenAxis,
     shapes_of_call,
 )
@@ -86,7 +86,7 @@ class PartRunner:
         self.of_request: dict[Any, Any] = {}
         self.of_step: dict[Any, Any] = {}
         # How often a module that may be skipped calls attention.
-        self.attended: dict[Place, int] = {}
+        self.attended: dict[CallPlace, int] = {}
         # Results of each call without memory; nothing can be written into them, so that all runs share them.
         self.dummies = [block.dummy(self.fill, self.device) for block in layout.blocks]
         places = layout.constants.keys() | layout.step_constants.keys()

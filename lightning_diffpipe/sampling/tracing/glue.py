@@ -41,7 +41,7 @@ from lightning_diffpipe.graph.calltree import Forward, callable_modules, forward
 from lightning_diffpipe.sampling.tracing.layout import (
     BETWEEN,
     Block,
-    Place,
+    CallPlace,
     shapes_of_call,
 )
 from lightning_diffpipe.sampling.tracing.marks import (
@@ -113,15 +113,15 @@ class _Follower(TorchFunctionMode):
         return block.nested(leaves)
 
 
-Run = Callable[..., Tensor]
+RunDenoise = Callable[..., Tensor]
 """`run(latents, t, wrap, attention)`, where `wrap(name, forward, args, kwargs)` answers calls of blocks."""
 
-StoredShapes = dict[Place, tuple[Any, ...] | None]
+StoredShapes = dict[CallPlace, tuple[Any, ...] | None]
 """Shapes of the arguments in a run on all tokens, by place."""
 
 
 def find_invariants(
-    run: Run,
+    run: RunDenoise,
     model: nn.Module,
     kinds: BlockKinds,
     blocks: list[str],
@@ -149,7 +149,7 @@ def find_invariants(
     calls = first_run.calls
     on_latents, later = record(latents, t, calls), record(unknown, other_t, calls)
     other_runs = [on_latents, later]
-    in_step, in_request = _same(calls, on_latents.calls), set[Place]()
+    in_step, in_request = _same(calls, on_latents.calls), set[CallPlace]()
     if not torch.equal(t, other_t):
         dtype = t.dtype if t.is_floating_point() else torch.get_default_dtype()
         with contextlib.suppress(Exception):  # not every model can take NaN
@@ -167,7 +167,7 @@ def find_invariants(
 
 
 def _outermost(
-    calls: _Calls, in_step: Collection[Place], in_request: Collection[Place]
+    calls: _Calls, in_step: Collection[CallPlace], in_request: Collection[CallPlace]
 ) -> tuple[StoredShapes, StoredShapes]:
     """Returns the constant calls that are inside no other, those of a request and those of a step.
 
@@ -210,7 +210,7 @@ def _in_repeated_blocks(
 class _Call:
     """One call of a module: the calls around it, the shapes of its arguments, and its results."""
 
-    around: tuple[Place, ...]
+    around: tuple[CallPlace, ...]
     shapes: Any
     results: list[Tensor] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
@@ -225,10 +225,10 @@ class _Call:
         return all((a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(a, b) for a, b in pairs)
 
 
-_Calls = dict[Place, _Call]
+_Calls = dict[CallPlace, _Call]
 
 
-def _same(first: _Calls, second: _Calls) -> set[Place]:
+def _same(first: _Calls, second: _Calls) -> set[CallPlace]:
     """Finds calls with the same tensors as results in two runs."""
     if first.keys() != second.keys():
         return set()
@@ -257,7 +257,7 @@ class _CallRecorder:
         self.called, self.sources = list[str](), repeats.sources
         self._earlier, self._repeats = earlier, repeats
         self._where = BETWEEN  # the call of a block that runs
-        self._open: tuple[Place, ...] = ()  # calls that have not returned
+        self._open: tuple[CallPlace, ...] = ()  # calls that have not returned
         self._turns: Counter[tuple[int, str]] = Counter()
 
     def wrap_block(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:

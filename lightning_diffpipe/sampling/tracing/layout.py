@@ -202,7 +202,7 @@ class TokenAxis:
 BETWEEN = -1
 """Stands for a call of a block where something happens between blocks."""
 
-Place = tuple[int, str, int]
+CallPlace = tuple[int, str, int]
 """Call of a block or `BETWEEN`, name of a module, how often it was called there before."""
 
 
@@ -325,8 +325,8 @@ class Layout:
     num_rows: int
     rows_per_unit: int
     readers: list[frozenset[int]]
-    constants: dict[Place, Any] = field(default_factory=dict)
-    step_constants: dict[Place, Any] = field(default_factory=dict)
+    constants: dict[CallPlace, Any] = field(default_factory=dict)
+    step_constants: dict[CallPlace, Any] = field(default_factory=dict)
     passed: frozenset[tuple[int, int]] = frozenset()
     attention_by_name: bool = False
     glue_parameters: frozenset[str] = frozenset()
