@@ -158,7 +158,7 @@ def without_condition(batch):
     ("changed", "message"),
     [
         (without_condition, r"no 'condition', .*data.condition=edges"),
-        (lambda b: {**b, "condition": b["condition"][..., :4]}, r"of 8x4 pixels beside .* 8x8"),
+        (lambda b: {**b, "condition": b["condition"][..., :4]}, r"of 8x4 pixels next to .* 8x8"),
         (
             lambda b: {**b, **dict.fromkeys(("image", "condition"), torch.rand(4, 3, 8, 7))},
             r"no multiple of 2",

@@ -242,9 +242,7 @@ def test_bands_that_drew_other_noise_are_named(tiny_models):
     scheduler = Drawing()
     scheduler.set_timesteps(3)
     request = replace(request_for("sd", tiny_models("sd")), scheduler=scheduler)
-    with pytest.raises(
-        ConfigurationError, match="Drawing or the request's closure draws from torch"
-    ):
+    with pytest.raises(ConfigurationError, match="Drawing or the request's closure uses torch"):
         emulate(request, 2, verify=False)
 
 
