@@ -83,7 +83,7 @@ def newest(
     paths = {path.resolve() for path in files if path.is_file() or is_sharded(path)}
     for path in sorted(paths, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True):
         try:
-            step = look_at(path, to_train, weights_only).get("global_step", 0)
+            step = checked(path, to_train, weights_only).get("global_step", 0)
         except CheckpointError as error:
             unreadable = unreadable or (error if newest_readable is None else None)
             continue
@@ -97,7 +97,7 @@ def newest(
     return newest_readable
 
 
-def look_at(
+def checked(
     path: str | Path, to_train: bool = True, weights_only: bool | None = None
 ) -> dict[str, Any]:
     """Finds out in milliseconds whether a checkpoint is whole; its tensors are not read.
