@@ -352,10 +352,7 @@ class SampleImages(SamplingCallback):
     ) -> tuple[list[int], Image.Image]:
         """Returns steps, and an image with a column for each, after one of the conditions if there are any.
 
-        Args:
-            folder: With the images of all steps so far, the latest among them.
-            rows: Rows of the latest image, in order.
-            columns: Number of samples in a line of it.
+        The folder has the images of all steps so far; the latest has these rows, and so many samples in a line.
         """
         *conditions, images = rows
         height, width = images.shape[-2:]
@@ -432,12 +429,7 @@ def draw_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> 
 
 
 class StageDrawer:
-    """Runs the denoising loop of one call.
-
-    Args:
-        pipeline: Pipeline in training.
-        num_patches: See `draw_on_stages`.
-    """
+    """Runs the denoising loop of one call; arguments as of `draw_on_stages`."""
 
     def __init__(self, pipeline: Pipeline, num_patches: int) -> None:
         self._pipeline, self._mesh, self._num_patches = pipeline, pipeline.mesh, num_patches

@@ -219,9 +219,7 @@ def _require_weights(weights: str | None) -> None:
 class _Clip(nn.Module):
     """CLIP as torchmetrics calls it: transformers 5 returns more than embeddings.
 
-    Args:
-        model: See `ClipScore`.
-        processor: See there. It cuts long captions before torchmetrics does, which takes their end token off.
+    Its processor cuts long captions before torchmetrics does, which takes their end token off.
     """
 
     def __init__(self, model: Any, processor: Any) -> None:

@@ -354,18 +354,7 @@ def reading(name: str) -> Iterator[None]:
 def require_same_shape(
     image: Image.Image, name: str, condition: Image.Image, its_name: str, kind: str
 ) -> None:
-    """Refuses a condition or mask of another ratio of sides, whose crop would differ.
-
-    Args:
-        image: Image of a sample.
-        name: Name of its file, for the message.
-        condition: Condition or mask of the image.
-        its_name: Name of that file.
-        kind: `"condition"` or `"mask"`.
-
-    Raises:
-        DataError: Width and height have another ratio.
-    """
+    """Raises DataError for a condition or mask (`kind`) of another ratio of sides, whose crop would differ."""
     width, height = ImageOps.exif_transpose(image).size
     its_width, its_height = ImageOps.exif_transpose(condition).size
     scale, shape = its_height / height, width / height

@@ -304,16 +304,9 @@ def _add(part: nn.Module, config: Any, name: str = "default") -> None:
 def refuse_others(
     name: str, part: Any, settings: Mapping[str, Any], stored: Mapping[str, Tensor]
 ) -> None:
-    """Refuses a checkpoint whose adapters of a part are not those that the part has now.
+    """Raises CheckpointError for adapters of a checkpoint on other layers, or of another rank or scale, than now.
 
-    Args:
-        name: Name of the part in its pipeline.
-        part: The part now.
-        settings: Settings of its adapters in the checkpoint, as of `settings_of`.
-        stored: Its weights in the checkpoint.
-
-    Raises:
-        CheckpointError: They are on other layers, or have another rank or scale.
+    The checkpoint has settings of the part's adapters, as of `settings_of`, and its weights are `stored`.
     """
     weights = part.state_dict() if isinstance(part, nn.Module) else {}
     now, then = (

@@ -521,10 +521,7 @@ class PartsModule(L.LightningModule):
 
         Before training, it tells whether they can be written.
 
-        Args:
-            names: As in `save_lora`.
-            state: As in `save_lora`.
-            path: As in `save_lora`.
+        Arguments are those of `save_lora`.
 
         Raises:
             ConfigurationError: No part has adapters, they are more than such a file can hold, or names cannot be

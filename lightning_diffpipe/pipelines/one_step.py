@@ -645,12 +645,7 @@ def _drawing_from(method: types.FunctionType, draw: Draw) -> types.FunctionType:
 
 
 def _returning_noise(method: Callable[..., Any], drawn: Sequence[Tensor]) -> Callable[..., Any]:
-    """Returns a method that gives its noise in the place of the first tensor of that shape that it returns.
-
-    Args:
-        method: Appends to `drawn` what it draws.
-        drawn: All noise of the call so far.
-    """
+    """Returns a method that gives its noise, appended to `drawn`, in place of the first tensor of that shape."""
 
     def call(*args: Any, **options: Any) -> Any:
         before, answer = len(drawn), method(*args, **options)

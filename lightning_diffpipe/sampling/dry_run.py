@@ -164,12 +164,9 @@ class _ObservedRun:
 
 
 def _as_first(first: Any, before: Any, now: Any) -> Any:
-    """Returns the arguments of a step; what was the same in all steps so far is the object of the first step.
+    """Returns the arguments of a step, given the return value for the step before.
 
-    Args:
-        first: Arguments of the first step.
-        before: Return value for the step before.
-        now: Arguments of this step.
+    What was the same in all steps so far is the object of the first step.
     """
     flat, spec = pytree.tree_flatten(now)
     (ones, one_spec), (others, other_spec) = map(pytree.tree_flatten, (first, before))
@@ -425,11 +422,9 @@ def count_samples(arguments: Mapping[str, Any]) -> tuple[int, int]:
 def with_more_samples(
     arguments: Mapping[str, Any], known: Collection[str]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields arguments of a pipeline for more samples, with their number: the first that can be sampled will do.
+    """Yields arguments for more samples, with their number, for a pipeline that takes arguments of `known` names.
 
-    Args:
-        arguments: Arguments of the request.
-        known: Names of all that the pipeline takes.
+    The first that can be sampled will do.
     """
     prompts, each = count_samples(arguments)
 

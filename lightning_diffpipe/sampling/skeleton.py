@@ -329,13 +329,9 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
 
 
 def refuse_names(cls: str, origin: str, names: Collection[str], num_known: int | None) -> None:
-    """Raises CheckpointError if there are names that only the model has, or only the files have.
+    """Raises CheckpointError if there are names of tensors that only a model has, or only its files have.
 
-    Args:
-        cls: Class of the model.
-        origin: Path of its files.
-        names: Names of tensors that are missing, or stored and unknown.
-        num_known: Number of tensors of the model, if they are missing; None if they are stored and unknown.
+    They are missing of `num_known` tensors of the model, or stored and unknown if that is None.
     """
     if not names:
         return

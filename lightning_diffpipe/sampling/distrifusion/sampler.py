@@ -144,11 +144,7 @@ class DistriFusion:
 
 @dataclass
 class DistriFusionRun(Run):
-    """State of one request on this rank.
-
-    Attributes:
-        settings: Digest of the settings of the model; one with others is analysed again.
-    """
+    """State of one request on this rank; a model with another digest of its settings is analysed again."""
 
     sampler: DistriFusion
     request: Request

@@ -52,11 +52,7 @@ class PipeFusionSetting:
 
 
 class PipeFusionRun:
-    """State of one request on this rank, caches included.
-
-    Attributes:
-        plan: Plan of the request; W is put in as soon as it is known.
-    """
+    """State of one request on this rank, caches included; its plan gets W as soon as that is known."""
 
     def __init__(
         self, sampler: Any, request: Request, setting: PipeFusionSetting, watch: Stopwatch

@@ -189,12 +189,9 @@ def _outermost(
 def _in_repeated_blocks(
     stored: StoredShapes, called: Sequence[str], sources: Sequence[int]
 ) -> StoredShapes:
-    """Returns the places in calls of blocks that did not run, since an equal one ran in their place.
+    """Returns the places in calls of blocks that did not run, for those in the calls that ran in their place.
 
-    Args:
-        stored: Places in calls that ran.
-        called: Names of blocks, by call.
-        sources: For each call the one that ran in its place.
+    By call, `called` has the name of the block, and `sources` the call that ran.
     """
     repeated = StoredShapes()
     for here, source in enumerate(sources):
