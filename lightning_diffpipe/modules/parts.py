@@ -96,6 +96,7 @@ _INDEX_KEY = "diffpipe_index"
 
 said_of_cut: set[str] = set()
 """Tokenizers of which a warning has said that they cut captions; emptied when a training begins."""
+BUILT_IN = ("glyphs", "glyphs_transformer")
 
 
 def warn_of_cut(tokenizer: Any, texts: Sequence[str], encoded: Any, length: int) -> None:
@@ -712,9 +713,6 @@ def checkpoint_part_weights(
 def checkpoint_parts(checkpoint: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns names of the parts of a checkpoint."""
     return tuple(checkpoint[_FILES_KEY])
-
-
-BUILT_IN = ("glyphs", "glyphs_transformer")
 
 
 def built_in(name: str) -> Path:

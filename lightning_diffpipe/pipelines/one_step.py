@@ -106,6 +106,7 @@ TIME = "timesteps"
 
 _NEUTRAL = {"prompt": "", "class_labels": 0, None: None}
 """By the argument with a row for each sample: a value that any model takes."""
+_dtypes: WeakKeyDictionary[Any, tuple[torch.dtype, torch.dtype]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -600,9 +601,6 @@ def required_by(cls: type) -> list[str]:
         if (p.name in _IMAGES and types.NoneType not in get_args(p.annotation))
         or (p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
     ]
-
-
-_dtypes: WeakKeyDictionary[Any, tuple[torch.dtype, torch.dtype]] = WeakKeyDictionary()
 
 
 def _dtype_of(part: Any) -> torch.dtype:

@@ -51,6 +51,9 @@ from lightning_diffpipe.sampling.schedulers import HostTimesteps, takes_generato
 
 _DENOISER = re.compile(r"(transformer|unet|prior|upscaler)(_\d+)?")
 _LATENTS = ("sample", "hidden_states", "x", "latents")
+_SHAPES: WeakKeyDictionary[nn.Module, dict[torch.Size, torch.Size]] = WeakKeyDictionary()
+Compute = Callable[[dict[str, Any]], Any]
+ExchangeBranches = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def denoisers_among(names: Any) -> list[str]:
@@ -427,9 +430,6 @@ def predicted_zeros(
     return Prediction((out,))
 
 
-_SHAPES: WeakKeyDictionary[nn.Module, dict[torch.Size, torch.Size]] = WeakKeyDictionary()
-
-
 def _shape_of_prediction(
     denoiser: nn.Module, arguments: Mapping[str, Any], latents: Tensor
 ) -> torch.Size:
@@ -522,10 +522,6 @@ class Step:
         devices = [self.sample.device] if self.sample.device.type == "cuda" else []
         with torch.random.fork_rng(devices, enabled=not from_default):
             self.take(torch.zeros_like(self.prediction), torch.zeros_like(self.sample))
-
-
-Compute = Callable[[dict[str, Any]], Any]
-ExchangeBranches = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class PipelineLoop(Loop):

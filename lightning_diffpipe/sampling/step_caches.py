@@ -52,6 +52,9 @@ _NAMES = {
 }
 _TIMESTEP = "current_timestep_callback"
 
+DECISION = TensorShape((1,), torch.uint8)
+"""Shape of `StepCache.decision`."""
+
 
 def step_cache_named(cache: Any) -> Any:
     """Returns the configuration of a cache, from its name or from one; its timestep is put in while sampling.
@@ -330,10 +333,6 @@ class StepCache:
             hook.new_forward(module, **dict.fromkeys(names, tokens))
         finally:
             reference.original_forward = before
-
-
-DECISION = TensorShape((1,), torch.uint8)
-"""Shape of `StepCache.decision`."""
 
 
 def _hooks_of(module: nn.Module) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.sampling.rehearsal import forget_variables
 
 _log = logging.getLogger(__name__)
+Axis = Literal["data", "guidance", "parallel", "sequence"]
 
 
 @dataclass(frozen=True)
@@ -245,9 +246,6 @@ def _why_not_nccl(devices: Sequence[_RankDevice]) -> str:
         if first != rank:
             return f"ranks {first} and {rank} share one of {host}"
     return ""
-
-
-Axis = Literal["data", "guidance", "parallel", "sequence"]
 
 
 @dataclass(frozen=True)

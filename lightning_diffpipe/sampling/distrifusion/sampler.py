@@ -71,6 +71,8 @@ _REMEDY_OF_ANALYSIS = (
 )
 
 BandMode = Literal["displaced", "synchronous", "naive"]
+_lock = threading.Lock()
+_shared: dict[int, tuple[Interception, int]] = {}
 
 
 class DistriFusion:
@@ -283,10 +285,6 @@ class DistriFusionRun(Run):
         exchange = Exchange(self._links, self.sampler.calls_per_message, skips)
         bands, group_norm = self._bands(analysis), self.sampler.group_norm
         return BandCall(analysis, bands, exchange, group_norm, self.cache.hooked)
-
-
-_lock = threading.Lock()
-_shared: dict[int, tuple[Interception, int]] = {}
 
 
 @contextlib.contextmanager

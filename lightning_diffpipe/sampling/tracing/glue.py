@@ -62,6 +62,9 @@ _LOOKS_AT_NO_NUMBER = {
     torch.is_tensor, torch.is_floating_point,
 }  # fmt: skip
 
+RunDenoise = Callable[..., Tensor]
+"""`run(latents, t, wrap, attention)`, where `wrap(name, forward, args, kwargs)` answers calls of blocks."""
+
 
 def find_passed(
     run: Callable[[CallAnswer], Tensor], blocks: list[Block], device: torch.device
@@ -112,9 +115,6 @@ class _Follower(TorchFunctionMode):
         self._results |= {id(leaves[leaf]): (leaves[leaf], (here, leaf)) for leaf in block.outputs}
         return block.nested(leaves)
 
-
-RunDenoise = Callable[..., Tensor]
-"""`run(latents, t, wrap, attention)`, where `wrap(name, forward, args, kwargs)` answers calls of blocks."""
 
 StoredShapes = dict[CallPlace, tuple[Any, ...] | None]
 """Shapes of the arguments in a run on all tokens, by place."""

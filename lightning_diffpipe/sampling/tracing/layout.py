@@ -34,6 +34,12 @@ _FIRST_TEXT = -2
 Units = range | tuple[range, ...]
 """Some units, in increasing order."""
 
+BETWEEN = -1
+"""Stands for a call of a block where something happens between blocks."""
+
+CallPlace = tuple[int, str, int]
+"""Call of a block or `BETWEEN`, name of a module, how often it was called there before."""
+
 
 def text_token(number: int | Tensor) -> int | Tensor:
     """Returns the owner code of a text token; units are their own codes."""
@@ -197,13 +203,6 @@ class TokenAxis:
                 is_own = torch.isin(given.index, owned.index).nonzero().squeeze(1)
             self._selected[key] = Selection(len(given), is_own)
         return self._selected[key]
-
-
-BETWEEN = -1
-"""Stands for a call of a block where something happens between blocks."""
-
-CallPlace = tuple[int, str, int]
-"""Call of a block or `BETWEEN`, name of a module, how often it was called there before."""
 
 
 @dataclass(frozen=True, slots=True)
