@@ -302,7 +302,7 @@ class Predictor:
             return
         self._is_closed = True
         if self._worker is not None:
-            self._worker.place.disconnect()
+            self._worker.mesh_links.disconnect()
             self._worker = None
         links = self._world.links
         links.disconnect() if self._broken_by is None else links.abandon()
@@ -417,7 +417,9 @@ class Predictor:
             call = packed.unpacked(self.device)
             try:
                 # What NCCL has posted cannot be taken back, so that peers wait for as long as they may.
-                give_up = worker.place.abandon if self._world.backend == "gloo" else lambda: None
+                give_up = (
+                    worker.mesh_links.abandon if self._world.backend == "gloo" else lambda: None
+                )
                 # All have loaded before the first message, whose receiver waits for `timeout_s` only.
                 load = partial(self._load, worker, call)
                 prepared = self._world.agree("reading weights and probing", load, give_up)
@@ -434,7 +436,7 @@ class Predictor:
                     raise
                 shares = self._world.num_ranks > 1 and self._world.backend == "gloo"
                 if shares or self._chooser is not None:
-                    worker.place.abandon()  # ranks may have sent what others have not received
+                    worker.mesh_links.abandon()  # ranks may have sent what others have not received
                     self._worker = None
                 if self._chooser is None:
                     raise
@@ -477,7 +479,7 @@ class Predictor:
         if self._world.backend == "gloo":
             forget_variables(error)
             if worker is not None:
-                worker.place.abandon()
+                worker.mesh_links.abandon()
 
     def _reconnect(self) -> None:
         """Joins all ranks again after an error in the middle of a request; collective."""

@@ -379,13 +379,13 @@ class Worker:
         timeout_s: float,
     ) -> None:
         self.options, self.world = options, world
-        self.place = MeshLinks(
+        self.mesh_links = MeshLinks(
             options.mesh, world.rank, device, world.backend, timeout_s,
             chained=options.method == "pipefusion",
         )  # fmt: skip
         self._model, self._weights = source.denoiser, source.weights
         self._sampler: Any = make_sampler(
-            self._model, self.place.links, self.place.sequence_links, options
+            self._model, self.mesh_links.links, self.mesh_links.sequence_links, options
         )
         self._of_others: dict[str, Any] = {}  # samplers of further denoisers, by their names
         self._begin(0)
@@ -400,7 +400,7 @@ class Worker:
             ConfigurationError: Ranks cannot share such a request by this method.
         """
         refuse_request(call, self.options)
-        if self.place.mesh.sequence > 1 and self._sampler.sequence_mode == "ring":
+        if self.mesh_links.mesh.sequence > 1 and self._sampler.sequence_mode == "ring":
             refuse_without_normaliser(self._model, call.latents.device)
         share = self._share(call)
         if not len(share.latents):
@@ -436,9 +436,9 @@ class Worker:
                         **({} if index else prepared),
                     )
                     phases.append(sampler.statistics)
-            self.place.branches.finish()
+            self.mesh_links.branches.finish()
         except DiffPipeError as error:
-            error.leaves_messages = self.place.leaves_messages()
+            error.leaves_messages = self.mesh_links.leaves_messages()
             raise
         finally:
             self._model.train(was_training)
@@ -453,21 +453,21 @@ class Worker:
 
     def _share(self, call: Call) -> Call:
         """Returns the request for the samples that ranks at this rank's position on the data axis have."""
-        start, stop = self.place.shares_of(call.num_shares)[self.place.data]
+        start, stop = self.mesh_links.shares_of(call.num_shares)[self.mesh_links.data]
         return call if stop - start == call.num_shares else call.samples(start, stop)
 
     def _request(self, call: Call) -> tuple[Any, Request]:
         """Returns the sampler of the request's denoiser, and the request for this rank's branch of guidance."""
         exchange = None
-        if self.place.mesh.guidance == 2:
-            call, exchange = call.branch(self.place.guidance), self.place.exchange
+        if self.mesh_links.mesh.guidance == 2:
+            call, exchange = call.branch(self.mesh_links.guidance), self.mesh_links.exchange
         if call.denoiser == call.pipeline.denoisers[0]:
             sampler, model = self._sampler, self._model
         else:
             model = call.pipeline.parts[call.denoiser]
             if call.denoiser not in self._of_others:
                 prepare_denoiser(model, self.options)
-                links = self.place.links, self.place.sequence_links
+                links = self.mesh_links.links, self.mesh_links.sequence_links
                 self._of_others[call.denoiser] = make_sampler(model, *links, self.options)
             sampler = self._of_others[call.denoiser]
         is_shared = self.options.method != "single" or self.options.cache is not None
@@ -476,7 +476,7 @@ class Worker:
                 f"{call.denoiser} has a step cache of its own (enable_cache), which works with method=single only; "
                 "take it off (disable_cache), and give cache= to the Predictor"
             )
-        halves = (self.place.branches,) if call.divided == "batch" else ()
+        halves = (self.mesh_links.branches,) if call.divided == "batch" else ()
         request = replace(call.request(model, exchange), cache=self.options.cache, halves=halves)
         sampler.model = request.model  # with the ControlNets of this request
         return sampler, request
@@ -492,12 +492,12 @@ class Worker:
                 "before, as fuse_qkv_projections does: leave that out, and open LoRA files by loras={FILE: SCALE}"
             )
         absent = {name for name, p in self._model.named_parameters() if is_placeholder(p)}
-        if self.options.method != "pipefusion" or self.place.links.num_ranks == 1:
+        if self.options.method != "pipefusion" or self.mesh_links.links.num_ranks == 1:
             load_weights(self._model, self._weights, absent)
             self._weights = None
             return {}
         setting = sampler.prepare(request)
-        rank = self.place.links.rank
+        rank = self.mesh_links.links.rank
         parameters = dict(request.model.named_parameters())
         names = resident_parameters(request.model, setting.layout, setting.stages, rank)
         resident = {id(parameters[name]) for name in names}
@@ -512,11 +512,13 @@ class Worker:
         Returns:
             On rank 0 the final latents of all samples; elsewhere what was given.
         """
-        mesh, links = self.place.mesh, self.world.links
+        mesh, links = self.mesh_links.mesh, self.world.links
         if mesh.data == 1:
             return latents
-        shares = self.place.shares_of(call.num_shares)
-        leads = self.place.guidance == self.place.parallel == self.place.sequence == 0
+        shares = self.mesh_links.shares_of(call.num_shares)
+        leads = (
+            self.mesh_links.guidance == self.mesh_links.parallel == self.mesh_links.sequence == 0
+        )
         if self.world.rank != 0:
             if leads and len(latents):
                 links.send(latents, 0, "result")
@@ -547,4 +549,4 @@ class Worker:
 
     def _sent_outside(self) -> Traffic:
         """Returns the bytes sent so far outside the sampler."""
-        return self.place.branches.traffic.plus(self.world.links.traffic)
+        return self.mesh_links.branches.traffic.plus(self.world.links.traffic)
