@@ -303,10 +303,12 @@ def fitting_meshes(num_ranks: int, methods_axes: Sequence[Axis]) -> Iterator[Sam
 
 
 AXES: dict[str, tuple[Axis, ...]] = {
-    "single": ("data", "guidance"),
-    "pipefusion": ("data", "guidance", "parallel", "sequence"),
-    **dict.fromkeys(("distrifusion", "naive", "synchronous"), ("data", "guidance", "parallel")),
+    "pipefusion": get_args(Axis),
+    "distrifusion": ("data", "guidance", "parallel"),
     "sequence": ("data", "guidance", "sequence"),
+    "single": ("data", "guidance"),
+    "naive": ("data", "guidance", "parallel"),
+    "synchronous": ("data", "guidance", "parallel"),
 }
 """Axes along which each method can use ranks."""
 
