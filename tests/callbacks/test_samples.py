@@ -248,7 +248,7 @@ def test_models_of_classes_draw_the_classes_of_the_data(tmp_path):
     ("prompts", "module", "data", "message"),
     [
         (None, Painter(), None, "batches have no 'caption'; say which"),
-        (None, Classes(), Captioned(), "batches have no 'class_labels'; say what"),
+        (None, Classes(), Captioned(), "batches have no 'class_labels'; say which"),
         (
             ["fog"],
             Follower(),
