@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, T5EncoderModel
 
 from lightning_diffpipe.data.captioned import Batch
-from lightning_diffpipe.modules.encoders import text_states, tokenize
+from lightning_diffpipe.modules.latent_diffusion import text_states, tokenize
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import PartsModule
 

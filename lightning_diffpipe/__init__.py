@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lightning_diffpipe.training.strategy import DiffPipeStrategy as DiffPipeStrategy
 
 # Modules of the public names, which are imported when they are asked for.
-_HOMES = {
+_MODULE_OF = {
     "BubbleFilling": "callbacks",
     "EMA": "callbacks",
     "PipelineMonitor": "callbacks",
@@ -58,13 +58,13 @@ _STRATEGIES = "lightning.pytorch.strategies"
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_MODULE_OF})
 
 
 def _register(registry: Any) -> None:

@@ -1,6 +1,6 @@
 """The checkpoint files of a run: how they are written, where they go, and from which of them it goes on.
 
-    before processes start    `ckpt_path` is looked at: "last" is the newest file that can be read
+    before processes start    `ckpt_path` is checked: "last" is the newest file that can be read
     start of fit              folders can be written
     every save                a file is written next to its place, then moved there
     end of fit                one more is written, after the last step (`FinalCheckpoint`)
@@ -83,7 +83,7 @@ def newest(
     paths = {path.resolve() for path in files if path.is_file() or is_sharded(path)}
     for path in sorted(paths, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True):
         try:
-            step = look_at(path, to_train, weights_only).get("global_step", 0)
+            step = checked(path, to_train, weights_only).get("global_step", 0)
         except CheckpointError as error:
             unreadable = unreadable or (error if newest_readable is None else None)
             continue
@@ -97,7 +97,7 @@ def newest(
     return newest_readable
 
 
-def look_at(
+def checked(
     path: str | Path, to_train: bool = True, weights_only: bool | None = None
 ) -> dict[str, Any]:
     """Finds out in milliseconds whether a checkpoint is whole; its tensors are not read.

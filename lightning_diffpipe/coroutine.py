@@ -160,10 +160,8 @@ class _ThreadSettings:
 
     def __init__(self, infers: bool) -> None:
         self._infers = infers
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in ("cpu", "cuda")
-        ]
+        enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
+        self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in enabled]
         self._cache = torch.is_autocast_cache_enabled()
         self._modes = list(torch.overrides._get_current_function_mode_stack())
         self._threads = torch.get_num_threads()
@@ -180,11 +178,8 @@ class _ThreadSettings:
             stack.enter_context(torch.inference_mode() if self._infers else torch.no_grad())
             for mode in self._modes:
                 stack.enter_context(mode)
-            for kind, dtype, enabled in self._autocast:
-                if enabled:
-                    stack.enter_context(
-                        torch.autocast(kind, dtype, enabled, cache_enabled=self._cache)
-                    )
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._cache))
             yield
 
     def follow_stream(self) -> None:

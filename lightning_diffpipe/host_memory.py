@@ -57,16 +57,11 @@ def trim() -> None:
 
 def keep_freed_memory() -> bool:
     """Asks glibc, if it is there, to keep freed memory unless the user has set it; returns whether it was asked."""
-    if not sys.platform.startswith("linux") or any(
-        name.startswith("MALLOC_") for name in os.environ
-    ):
+    is_set = any(name.startswith("MALLOC_") for name in os.environ)
+    if is_set or not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    settings = (
-        (_TRIM_THRESHOLD, _MOST_KEPT_BYTES),
-        (_MMAP_THRESHOLD, _LARGEST_IN_HEAP_BYTES),
-        (_ARENA_MAX, 1),
-    )
-    return all(bool(mallopt(option, value)) for option, value in settings)
+    settings = {_TRIM_THRESHOLD: _MOST_KEPT_BYTES, _MMAP_THRESHOLD: _LARGEST_IN_HEAP_BYTES}
+    return all(mallopt(*each) for each in (settings | {_ARENA_MAX: 1}).items())

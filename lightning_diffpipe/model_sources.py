@@ -1,6 +1,6 @@
 """Models the Predictor can open: a diffusers folder, a folder or checkpoint of this project, a module.
 
-    open_source(path)         looks what is there
+    open_source(path)         opens what is there
     source_of_module(module)  takes what is in memory
 
 `sampling/source.py` has the protocol and the folders of diffusers.
@@ -160,7 +160,7 @@ def _refuse_self_conditioning(hparams: Mapping[str, Any], origin: str) -> None:
     if hparams.get("self_conditioning") is not None:
         raise ConfigurationError(
             f"the denoiser of {origin} also takes its own estimate (self_conditioning), which no pipeline "
-            "of diffusers gives it, and so no Predictor. Draw in one process: module.sample(prompts), or "
+            "of diffusers gives it, and so no Predictor. Sample in one process: module.sample(prompts), or "
             "trainer.predict"
         )
 
@@ -169,10 +169,10 @@ def _refuse_controlnet(parts: Collection[str], origin: str) -> None:
     """Raises ConfigurationError if there is a ControlNet, which would be left out silently."""
     if "controlnet" in parts:
         raise ConfigurationError(
-            f"{origin} has a ControlNet, which takes an image. Draw in one process: "
+            f"{origin} has a ControlNet, which takes an image. Sample in one process: "
             "ControlNetDiffusion.from_checkpoint(path), or from_pretrained, and .sample(prompts, condition=...). "
             "One of Stable Diffusion can be saved as a folder (save_pretrained(folder), or save_to=folder), and "
-            "several ranks draw with it: diffpipe sample path=folder 'images={image: image.png}'"
+            "several ranks sample with it: diffpipe sample path=folder 'images={image: image.png}'"
         )
 
 
@@ -182,7 +182,7 @@ def source_of_module(module: LatentDiffusion | CascadedDiffusion) -> ModuleSourc
     if names:
         raise ConfigurationError(
             f"this rank holds only its stage of the module: {len(names)} parameters live elsewhere, such as "
-            f"{names[0]}; draw with the callback SampleImages during training, or open the checkpoint with "
+            f"{names[0]}; sample with the callback SampleImages during training, or open the checkpoint with "
             "Predictor.from_pretrained"
         )
     name = "unet" if hasattr(module, "unet") else "transformer"
@@ -262,7 +262,7 @@ def refuse_method(source: Source, method: str) -> None:
         return
     if source.cls is CascadedDiffusion and method not in ("single", "auto"):
         raise ConfigurationError(
-            f"method={method} shares one denoiser, and a cascade draws with two, one after the other; take "
+            f"method={method} shares one denoiser, and a cascade samples with two, one after the other; take "
             "single, which divides the prompts"
         )
     if method in ("pipefusion", "sequence") and source.name == "unet":
@@ -282,7 +282,7 @@ def refuse_ignored_size(source: Source, settings: Settings) -> None:
     if checked and default and checked.get(side) == default.get(side) != arguments[side]:
         other = "width" if side == "height" else "height"
         raise ConfigurationError(
-            f"{type(pipeline).__name__} would ignore {side}={arguments[side]} without a {other}, and draw "
+            f"{type(pipeline).__name__} would ignore {side}={arguments[side]} without a {other}, and sample "
             f"{default['height']} x {default['width']} pixels; give both"
         )
 
@@ -351,7 +351,9 @@ class ModuleSource:
                 f"{self.cls.__name__} takes no {unknown[0]!r}; it takes {', '.join(parameters)} and seed"
             )
         if settings.prompts is None:
-            raise ConfigurationError(f"{self.cls.__name__} draws from prompts; give a list of them")
+            raise ConfigurationError(
+                f"{self.cls.__name__} samples from prompts; give a list of them"
+            )
         refuse_prompts(settings.prompts)
         require_number("noise_level", settings.options.get("noise_level", 0), 0, 1)
         if self.vae is None:
@@ -403,7 +405,7 @@ def _checkpoint(path: Path, leads: bool, device: torch.device, opening: Opening)
         str(path),
         partial(checkpoint_part, checkpoint),
         lambda n: StateDict(
-            checkpoint_part_weights(checkpoint, n, opening.ema, opening.base), "", str(path)
+            checkpoint_part_weights(checkpoint, n, opening.ema, opening.base), str(path)
         ),
         partial(cls.from_checkpoint, path, opening.ema, opening.base),
         leads,

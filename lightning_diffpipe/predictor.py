@@ -114,7 +114,7 @@ class Predictor:
         self._on_step: OnStep | None = None
         self._functions: dict[str, Any] = {}  # among the pipeline's arguments; they do not travel
         self._compared: set[str] = set()  # parts, the denoiser aside, that were equal on all ranks
-        self._looked: dict[str, dict[str, Any]] = {}  # what is known of decoders
+        self._decoders: dict[str, dict[str, Any]] = {}  # known properties of decoders, by name
         self._is_closed = False
         self._broken_by: str | None = None  # the error in the middle of an earlier request
 
@@ -179,11 +179,10 @@ class Predictor:
             CheckpointError: Weights are missing; on all ranks.
         """
         # None leaves out a part of a pipeline; others are saved in folders.
-        parts = {
-            n: v
-            for n, v in further.items()
-            if (_OPTIONAL_PART.fullmatch(n) if v is None else hasattr(v, "save_pretrained"))
-        }
+        is_part = lambda n, v: (
+            _OPTIONAL_PART.fullmatch(n) if v is None else hasattr(v, "save_pretrained")
+        )
+        parts = {n: v for n, v in further.items() if is_part(n, v)}
         settings = {n: v for n, v in further.items() if n not in parts}
         settings |= {"num_patches": num_patches, "warmup_steps": warmup_steps}
         options = _options_of(method, settings)
@@ -197,7 +196,7 @@ class Predictor:
         vae = [name for name, is_on in (("tiling", vae_tiling), ("slicing", vae_slicing)) if is_on]
         loading = {"dtype": dtype, "ema": ema, "variant": variant, "parts": parts, "vae": vae}
         loading |= {"pipeline_class": pipeline_class, "ip_adapters": ip_adapters, "base": base}
-        loading["quantization"] = quantization
+        loading |= {"quantization": quantization}
         read = partial(open_source, path, world.rank == 0, where, loras=loras, **loading)
         source = _opened(read, options, world, loading)
         return cls(source, options, world, where, timeout_s)
@@ -277,22 +276,21 @@ class Predictor:
         self._reconnect()
         compare, guard = self._compare_part, self._ending_together
         self._decoding = Decoding(
-            self._world, self.source.part, compare, guard, self.device, self._looked
+            self._world, self.source.part, compare, guard, self.device, self._decoders
         )
 
-        def settle() -> Settings:
+        def check() -> Settings:
             if on_step is not None and not callable(on_step):
                 raise ConfigurationError(
                     f"on_step must be a function of two numbers; got {on_step!r}"
                 )
-            return Settings(
-                prompts, num_inference_steps, guidance_scale, seed, height, width, options
-            )
+            sizes = height, width
+            return Settings(prompts, num_inference_steps, guidance_scale, seed, *sizes, options)
 
         self._on_step = on_step
         self._functions = {name: value for name, value in options.items() if callable(value)}
         started_s = time.perf_counter()
-        images = self._lead(settle) if self._world.rank == 0 else self._follow(settle)
+        images = self._lead(check) if self._world.rank == 0 else self._follow(check)
         self._world.enter("between two requests")
         if self.report is not None:
             self.report = replace(self.report, total_s=time.perf_counter() - started_s)
@@ -304,12 +302,10 @@ class Predictor:
             return
         self._is_closed = True
         if self._worker is not None:
-            self._worker.place.disconnect()
+            self._worker.mesh_links.disconnect()
             self._worker = None
-        if self._broken_by is None:
-            self._world.links.disconnect()
-        else:
-            self._world.links.abandon()
+        links = self._world.links
+        links.disconnect() if self._broken_by is None else links.abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -320,7 +316,7 @@ class Predictor:
 
     # ------------------------------------------------------------------------------ one request
 
-    def _lead(self, settle: Callable[[], Settings]) -> list[Any]:
+    def _lead(self, check: Callable[[], Settings]) -> list[Any]:
         """Runs a request on rank 0: sends the others the call, or the error that ends it before there is one."""
         broadcast, has_begun = self._world.links.broadcast_object, False
         self._world.enter("encoding prompts", works=True)
@@ -328,16 +324,20 @@ class Predictor:
         def sample(call: Call) -> Tensor:
             nonlocal has_begun
             has_begun = True
-            if self._divides():
-                call = observe_samples(call)
-            if self._world.num_ranks > 1 and self.options.decoding == "auto":
-                self._decoding.divide_in(call.pipeline)
+            num_ranks = self._world.num_ranks
+            if num_ranks > 1:
+                # To divide samples or branches of guidance, as with "auto" they may, they have to know rows.
+                mesh = fitted(self.options, num_ranks).mesh
+                if mesh is None or max(mesh.data, mesh.guidance) > 1:
+                    call = observe_samples(call)
+                if self.options.decoding == "auto":
+                    self._decoding.divide_in(call.pipeline)
             latents = self._sample(broadcast(lambda: (settings.as_texts(), call.packed()))[1])
-            self._decoding.others_wait = self._world.num_ranks > 1
+            self._decoding.others_wait = num_ranks > 1
             return latents
 
         try:
-            settings = settle()
+            settings = check()
             refuse_ignored_size(self.source, settings)
             images: list[Any] = self.source.draw(settings, sample)
             if self.report is not None and (done := self._decoding.num_calls):
@@ -362,20 +362,13 @@ class Predictor:
         finally:
             self._decoding.end()
 
-    def _divides(self) -> bool:
-        """Returns whether ranks may divide samples or branches of guidance, whose rows they have to know."""
-        if self._world.num_ranks == 1 or self.options.method == "auto":
-            return self._world.num_ranks > 1
-        mesh = fitted(self.options, self._world.num_ranks).mesh
-        return mesh is not None and max(mesh.data, mesh.guidance) > 1
-
-    def _follow(self, settle: Callable[[], Settings]) -> None:
+    def _follow(self, check: Callable[[], Settings]) -> None:
         self._world.enter("waiting for the request")
         with raised_by_all():
             texts, packed = self._world.links.broadcast_object(lambda: None)  # rank 0 has them
 
         def compare() -> None:
-            refuse_other_request(self._world.rank, settle().as_texts(), texts)
+            refuse_other_request(self._world.rank, check().as_texts(), texts)
 
         self._sample(packed, compare)
         self._decoding.follow()
@@ -388,12 +381,12 @@ class Predictor:
                 self._compare_part(name)
             worker, latents = self._sampled(packed)
             # Before decoding, so that no rank waits for rank 0 if that fails.
-            reports = self._world.gather(worker.report())
+            reports = self._world.links.gather_object(worker.report())
         self._world.enter("decoding latents", works=self._world.rank == 0)
         self.report = merge(reports) if self._world.rank == 0 else None
         if ranks := [str(rank) for rank, each in enumerate(reports) if not each.is_finite]:
             dtype = str(self.source.denoiser.dtype)[6:]
-            advice = "lower guidance_scale, or look at the weights and the pipeline's arguments"
+            advice = "lower guidance_scale, or check the weights and the pipeline's arguments"
             if dtype == "float16":
                 advice = "the model may overflow: choose dtype=bfloat16 or float32"
             with raised_by_all():
@@ -406,8 +399,8 @@ class Predictor:
     def _compare_part(self, name: str) -> None:
         """Raises ConfigurationError, on all ranks, if a part that all read whole differs on one of them."""
         if name not in self._compared:
-            look = partial(self.source.identity, name)
-            refuse_other_models(self._world, self._world.agree("comparing weights", look))
+            identify = partial(self.source.identity, name)
+            refuse_other_models(self._world, self._world.agree("comparing weights", identify))
             self._compared.add(name)
 
     def _sampled(self, packed: Call) -> tuple[Worker, Tensor]:
@@ -424,7 +417,9 @@ class Predictor:
             call = packed.unpacked(self.device)
             try:
                 # What NCCL has posted cannot be taken back, so that peers wait for as long as they may.
-                give_up = worker.place.abandon if self._world.backend == "gloo" else lambda: None
+                give_up = (
+                    worker.mesh_links.abandon if self._world.backend == "gloo" else lambda: None
+                )
                 # All have loaded before the first message, whose receiver waits for `timeout_s` only.
                 load = partial(self._load, worker, call)
                 prepared = self._world.agree("reading weights and probing", load, give_up)
@@ -441,7 +436,7 @@ class Predictor:
                     raise
                 shares = self._world.num_ranks > 1 and self._world.backend == "gloo"
                 if shares or self._chooser is not None:
-                    worker.place.abandon()  # ranks may have sent what others have not received
+                    worker.mesh_links.abandon()  # ranks may have sent what others have not received
                     self._worker = None
                 if self._chooser is None:
                     raise
@@ -484,7 +479,7 @@ class Predictor:
         if self._world.backend == "gloo":
             forget_variables(error)
             if worker is not None:
-                worker.place.abandon()
+                worker.mesh_links.abandon()
 
     def _reconnect(self) -> None:
         """Joins all ranks again after an error in the middle of a request; collective."""
@@ -493,7 +488,7 @@ class Predictor:
         if self._world.backend != "gloo":
             raise DiffPipeError(
                 f"an earlier request ended in the middle: {self._broken_by}; over NCCL its messages cannot be "
-                "taken back, so that this predictor draws no more: start its processes again"
+                "taken back, so that this predictor samples no more: start its processes again"
             )
         self._world.links.abandon()
         self._world = join_world(self.device, self.timeout_s)
@@ -504,7 +499,7 @@ class Predictor:
         if self._worker is None:
             if self.options.method == "auto" and self._chooser is None:
                 link = self._world.measured_link()
-                left = self._world.gather(free_memory(self.device))
+                left = self._world.links.gather_object(free_memory(self.device))
                 least = min((each for each in left if each is not None), default=None)
                 model, num_ranks = self.source.denoiser, self._world.num_ranks
                 self._chooser = Chooser(model, link, self.device, num_ranks, least, self.options)
@@ -560,8 +555,8 @@ def _opened(
         # Paths may differ between hosts; the contents of the files are among the weights.
         arguments["ip_adapters"] = list((loading["ip_adapters"] or {}).values())
         arguments.pop("base")
-        look = partial(Identity.of, arguments, source.denoiser, source.weights)
-        refuse_other_models(world, world.agree("comparing weights", look))
+        identify = partial(Identity.of, arguments, source.denoiser, source.weights)
+        refuse_other_models(world, world.agree("comparing weights", identify))
     return source
 
 
@@ -580,11 +575,11 @@ def _device(device: torch.device | str | None) -> torch.device:
     among_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if among_several:
         ask_for_queues()
-    if where.index is None:
+    is_named = where.index is not None
+    if not is_named:
         gpu_index = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
         gpu_index %= torch.cuda.device_count()
         where = torch.device("cuda", torch.cuda.current_device() or gpu_index)
-        torch.cuda.set_device(where)
-    elif among_several:  # exchanges over NCCL need it
+    if among_several or not is_named:  # exchanges over NCCL need it
         torch.cuda.set_device(where)
     return where

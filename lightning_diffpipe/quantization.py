@@ -386,10 +386,9 @@ def quantization_named(setting: Any, runs: bool = True) -> Quantization:
     Raises:
         ConfigurationError: There is no such quantization, or its package is missing.
     """
-    if not runs:
-        real = _quantization(setting, runs=False)
-        return replace(real, quantize=partial(WeightOnPaper.of, num_bytes=real.num_bytes))
-    return _quantization(setting, runs=True)
+    real = _quantization(setting, runs)
+    on_paper = partial(WeightOnPaper.of, num_bytes=real.num_bytes)
+    return real if runs else replace(real, quantize=on_paper)
 
 
 def _quantization(setting: Any, runs: bool) -> Quantization:
@@ -516,14 +515,12 @@ def require_kernels(
 def _linear_weights(part: nn.Module) -> list[nn.Parameter]:
     """Returns the weights of a component that may be quantized; see `quantize_components`."""
     in_float32 = set(getattr(part, "_keep_in_fp32_modules", None) or ())
-    linear = [
-        module
+    linear = Counter(
+        module.weight
         for name, module in part.named_modules()
         if type(module) is nn.Linear
         and not in_float32 & set(name.split("."))
         and not isinstance(module.weight, QuantizedWeight)  # stored so
-    ]
-    readers = Counter(id(p) for module in part.modules() for p in module._parameters.values())
-    read_here = Counter(id(module.weight) for module in linear)
-    weights = {id(module.weight): module.weight for module in linear}
-    return [weight for key, weight in weights.items() if readers[key] == read_here[key]]
+    )
+    readers = Counter(p for module in part.modules() for p in module._parameters.values())
+    return [weight for weight, count in linear.items() if readers[weight] == count]

@@ -389,7 +389,7 @@ def test_a_config_that_empties_a_group_is_refused(verb, tmp_path, capsys, monkey
         (["train", "data.resolution=63", "trainer.devices=2"],
          "data.resolution=63 is no multiple of 8, by which the autoencoder shrinks images; take 56 or 64"),
         (["train", "experiment=glyphs_cascade", "data.resolution=63"],
-         "the upscaler draws 128 pixels, but images have 63; set data.resolution"),
+         "the upscaler samples 128 pixels, but images have 63; set data.resolution"),
     ],
 )  # fmt: skip
 def test_requests_that_cannot_be_are_refused_before_processes_start(

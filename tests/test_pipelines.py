@@ -78,5 +78,5 @@ def test_the_table_of_pipelines_is_large_enough():
 def test_pipelines_that_draw_from_images_are_refused_before_weights_are_read(name, tmp_path):
     (tmp_path / "model_index.json").write_text(f'{{"_class_name": "{name}"}}')
     assert hasattr(diffusers, name)
-    with pytest.raises(ConfigurationError, match=f"{name} draws from "):
+    with pytest.raises(ConfigurationError, match=f"{name} samples from "):
         LatentDiffusion.from_pretrained(tmp_path)

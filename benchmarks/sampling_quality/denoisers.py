@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe import LatentDiffusion
 from lightning_diffpipe.data.glyphs import GlyphDataset
-from lightning_diffpipe.modules.encoders import tokenize
+from lightning_diffpipe.modules.latent_diffusion import tokenize
 from lightning_diffpipe.modules.parts import built_in
 
 ALPHABETS = ("digits", "latin")

@@ -92,9 +92,7 @@ class EMA(L.Callback):
         self._restored = {}
 
     @torch.no_grad()
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Averages after each optimizer step; batches that only accumulate change nothing."""
         if trainer.global_step == self._last_step:
             return
@@ -104,23 +102,14 @@ class EMA(L.Callback):
         if not self.averages:  # this rank's layers are frozen; of empty lists torch makes an error
             return
         weights = dict(pl_module.named_parameters())
-        torch._foreach_lerp_(
-            list(self.averages.values()),
-            [weights[name].to(average.dtype) for name, average in self.averages.items()],
-            1 - decay,
-        )
+        now = [weights[name].to(average.dtype) for name, average in self.averages.items()]
+        torch._foreach_lerp_(list(self.averages.values()), now, 1 - decay)
 
     def _swap_in(self, module: nn.Module) -> None:
         weights = dict(module.named_parameters())
         # Of a module that is whole again this rank has averaged its own stage only.
-        missing = [
-            name
-            for name in self._names
-            if name not in self.averages
-            and (weight := weights.get(name)) is not None
-            and not is_placeholder(weight)
-        ]
-        if missing:
+        present = {name for name, weight in weights.items() if not is_placeholder(weight)}
+        if missing := [n for n in self._names if n in present and n not in self.averages]:
             raise ConfigurationError(
                 f"averages of {len(missing)} of {len(self._names)} weights, e.g. {missing[0]}, are on other ranks, "
                 "so the module would be a mixture of averages and weights. Checkpoints saved while training "

@@ -52,6 +52,7 @@ from lightning_diffpipe.runtime.stage import PartitionedStep
 from lightning_diffpipe.training.pipeline import Pipeline
 from lightning_diffpipe.viewing.text import percent, size
 
+_FORMAT = "diffpipe-encoding/1"
 _USELESS_SHARE = 0.1
 _MOST_DRAWS, _QUIET_DRAWS = 16, 3  # of a batch: until so many in a row bring nothing new
 
@@ -339,9 +340,6 @@ def _covers_data(trainer: L.Trainer) -> bool:
         if trainer.num_training_batches < num_batches or num_drawn < share * size_of_data / 2:
             return False
     return True
-
-
-_FORMAT = "diffpipe-encoding/1"
 
 
 class EncodingStore:

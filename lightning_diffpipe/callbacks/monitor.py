@@ -1,8 +1,8 @@
 """Planned and measured, side by side: what the ranks of a pipeline do with their time.
 
-    rank 0   notes its instructions  --.
-    rank 1   notes its instructions  --+-- every n steps --> one timeline -> numbers, image, trace
-    rank 2   notes its instructions  --'                     at the end   -> why it differs from the plan
+    rank 0   stamps its instructions --.
+    rank 1   stamps its instructions --+-- every n steps --> one timeline -> numbers, image, trace
+    rank 2   stamps its instructions --'                     at the end   -> why it differs from the plan
 
 Every rank stamps its instructions anyway. Now and then, at the same step on all ranks, the stamps of
 that one step are brought to the first rank, where clocks are aligned and waits taken out. So a number that
@@ -49,7 +49,7 @@ _IMAGE_S = 2.0  # what the first image is expected to take, matplotlib's import 
 
 @dataclass
 class _Interval:
-    """Counts between two looks; `all_steps` has the very first step, too, which averages of time leave out."""
+    """Counts between two measurements; `all_steps` also has the first step, which averages of time leave out."""
 
     steps: int = 0
     samples: int = 0
@@ -91,7 +91,7 @@ class PipelineMonitor(L.Callback):
     (W&B) get the plan, the profile and the closing report.
 
     Args:
-        every_n_steps: Steps between two looks; the first looks are at steps 3 and 10.
+        every_n_steps: Steps between two measurements; the first are at steps 3 and 10.
         peak_flops: FLOP/s one device can do, for the MFU; looked up by the device's name if not given.
         images_share: Most of the run's time that may go into drawing images of timelines, the
             last one excepted, which is drawn when training is over.
@@ -131,7 +131,7 @@ class PipelineMonitor(L.Callback):
     def _reset(self) -> None:
         self.samples.clear()
         self.numbers.clear()
-        self._num_steps = self._num_looks = 0
+        self._num_steps = self._num_measured = 0
         self._interval = _Interval()
         self._clock = _StepTimes()
         self._last: tuple[StepResult, float] | None = None
@@ -170,16 +170,11 @@ class PipelineMonitor(L.Callback):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
     ) -> None:
-        """Takes the norm of the gradients, not clipped yet, if a look comes before the next optimizer step."""
-        next_steps = range(
-            self._num_steps + 1, self._num_steps + trainer.accumulate_grad_batches + 1
-        )
-        pipeline = _pipeline(trainer)
-        if (
-            pipeline is not None
-            and not pipeline.plan.runs_free
-            and any(map(self._looks, next_steps))
-        ):
+        """Takes the norm of the gradients, not clipped yet, if a measurement precedes the next optimizer step."""
+        first, pipeline = self._num_steps + 1, _pipeline(trainer)
+        next_steps = range(first, first + trainer.accumulate_grad_batches)
+        has_norm = pipeline is not None and not pipeline.plan.runs_free
+        if has_norm and any(map(self._is_measured, next_steps)):
             self._grad_norm = trainer.strategy.gradient_norm()
 
     def on_train_batch_end(
@@ -197,8 +192,8 @@ class PipelineMonitor(L.Callback):
         result = getattr(trainer.strategy, "last_step", None)
         if result is not None:
             self._before_last, self._last = self._last, (result, ended_s)
-        if self._looks(self._num_steps):
-            self._look(trainer, pl_module, ended_s)
+        if self._is_measured(self._num_steps):
+            self._measure(trainer, pl_module, ended_s)
         clock.ended_s, clock.loaders_s = time.perf_counter(), _loaders_s(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -208,9 +203,9 @@ class PipelineMonitor(L.Callback):
     on_validation_end = on_train_epoch_end = on_validation_start  # as starting workers for an epoch
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Explains the run; a short run that was never looked at shows its last but one step."""
+        """Explains the run; a short run that was never measured shows its last but one step."""
         last = self._before_last or self._last
-        if _pipeline(trainer) is not None and not self._num_looks and last:
+        if _pipeline(trainer) is not None and not self._num_measured and last:
             self._sample(trainer, *last)
         if not trainer.is_global_zero or not self.samples:
             return
@@ -227,12 +222,12 @@ class PipelineMonitor(L.Callback):
 
     # --------------------------------------------------------------------------------- measuring
 
-    def _looks(self, step: int) -> bool:
+    def _is_measured(self, step: int) -> bool:
         return step % self.every_n_steps == 0 or step in _EARLY_STEPS
 
-    def _look(self, trainer: L.Trainer, module: L.LightningModule, ended_s: float) -> None:
-        """Logs the numbers since the last look, and those of this step."""
-        self._num_looks += 1
+    def _measure(self, trainer: L.Trainer, module: L.LightningModule, ended_s: float) -> None:
+        """Logs the numbers since the last measurement, and those of this step."""
+        self._num_measured += 1
         numbers = self._throughput(trainer)
         pipeline = _pipeline(trainer)
         if pipeline is not None and self._last is not None:
@@ -242,11 +237,9 @@ class PipelineMonitor(L.Callback):
                 numbers |= self._numbers(trainer, sample)
         self._interval = _Interval()
         self.numbers |= numbers
+        named = {f"pipeline/{name}": value for name, value in numbers.items()}
         for logger in trainer.loggers:
-            logger.log_metrics(
-                {f"pipeline/{name}": value for name, value in numbers.items()},
-                step=trainer.global_step,
-            )
+            logger.log_metrics(named, step=trainer.global_step)
         if self.progress_bar and trainer.is_global_zero:
             shown = {"bubble": "bubble_ratio", "samples/s": "samples_per_s"}
             for name, key in shown.items():
@@ -270,9 +263,7 @@ class PipelineMonitor(L.Callback):
             numbers["mfu"] = self._flops * rate / (peak * trainer.world_size)
         return numbers
 
-    def _sample(
-        self, trainer: L.Trainer, result: StepResult, ended_s: float
-    ) -> MeasuredStep | None:
+    def _sample(self, trainer: L.Trainer, result: StepResult, end_s: float) -> MeasuredStep | None:
         """Brings one step's stamps together; a collective call of the ranks of a pipeline."""
         pipeline = _pipeline(trainer)
         mesh, spans = pipeline.mesh, list(result.recording.spans)
@@ -282,11 +273,11 @@ class PipelineMonitor(L.Callback):
             return None
         if pipeline.plan.runs_free:  # each rank's step begins at a time of its own
             offsets_s = [min(span.start_s for span in spans) for spans in recorded]
-            ended_s -= offsets_s[0]
+            end_s -= offsets_s[0]
         timeline = measured_timeline(recorded, offsets_s, pipeline.plan.placement)
         ranks = zip(recorded, offsets_s, strict=True)
         began_s = min(span.start_s - ahead_s for spans, ahead_s in ranks for span in spans)
-        after_s = max(ended_s - began_s - timeline.iteration_s, 0.0)
+        after_s = max(end_s - began_s - timeline.iteration_s, 0.0)
         between_s, loading_s = self._clock.between_s, self._clock.loading_s
         sample = MeasuredStep(timeline, after_s + between_s - loading_s, loading_s)
         self.samples.append(sample)

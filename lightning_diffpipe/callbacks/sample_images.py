@@ -118,7 +118,7 @@ class SamplingCallback(L.Callback):
         """Raises ConfigurationError for a module that cannot sample."""
         if not callable(getattr(module, "sample", None)):
             raise ConfigurationError(
-                f"{type(self).__name__} draws with the module's own sample(prompts, num_inference_steps, "
+                f"{type(self).__name__} samples with the module's own sample(prompts, num_inference_steps, "
                 f"guidance_scale, generator), and {type(module).__name__} has none; write one that returns images, "
                 "(N, 3, H, W) in [0, 1], or leave the callback out"
             )
@@ -209,13 +209,9 @@ class SampleImages(SamplingCallback):
     @property
     def state_key(self) -> str:
         """A key for each of several in a trainer, by prompts and settings."""
-        return self._generate_state_key(
-            prompts=self._named,
-            every_n_steps=self.every_n_steps,
-            num_inference_steps=self.num_inference_steps,
-            guidance_scale=self.guidance_scale,
-            seed=self.seed,
-        )
+        names = ("every_n_steps", "num_inference_steps", "guidance_scale", "seed")
+        settings = {name: getattr(self, name) for name in names}
+        return self._generate_state_key(prompts=self._named, **settings)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Resets what was read for an earlier run, before a checkpoint of this one is read."""
@@ -234,8 +230,8 @@ class SampleImages(SamplingCallback):
             self.require_sample(pl_module)
         if self._named is not None and draws_to_conditions(pl_module):
             raise ConfigurationError(
-                f"{type(pl_module).__name__} draws to conditions, and prompts that are named have none; leave them "
-                "out (callbacks.samples.prompts=null): captions of the data are drawn with their own conditions"
+                f"{type(pl_module).__name__} samples to conditions, and prompts that are named have none; leave "
+                "them out (callbacks.samples.prompts=null): captions of the data come with their own conditions"
             )
         self._last_step = 0 if self.every_n_steps is None else trainer.global_step
         self.prompts, self.conditions = self._named, None
@@ -262,8 +258,8 @@ class SampleImages(SamplingCallback):
             self._take(trainer, pl_module, captions, conditions)
         if self.prompts is None:
             raise ConfigurationError(
-                f"SampleImages draws captions of the data, and batches have no {draws_from(pl_module)!r}; say "
-                "what to draw: prompts=[...] (callbacks.samples.prompts), or leave it out (callbacks.samples=null)"
+                f"SampleImages samples captions of the data, and batches have no {draws_from(pl_module)!r}; say "
+                "which: prompts=[...] (callbacks.samples.prompts), or leave it out (callbacks.samples=null)"
             )
 
     def _take(
@@ -356,10 +352,7 @@ class SampleImages(SamplingCallback):
     ) -> tuple[list[int], Image.Image]:
         """Returns steps, and an image with a column for each, after one of the conditions if there are any.
 
-        Args:
-            folder: With the images of all steps so far, the latest among them.
-            rows: Rows of the latest image, in order.
-            columns: Number of samples in a line of it.
+        The folder has the images of all steps so far; the latest has these rows, and so many samples in a line.
         """
         *conditions, images = rows
         height, width = images.shape[-2:]
@@ -367,10 +360,10 @@ class SampleImages(SamplingCallback):
         steps, shown = [], [condition.cpu() for condition in conditions]
         for step in [self._steps[place] for place in spread.round().long()]:
             path = folder / f"step_{step:06d}.png"
-            drawn = _tiles(path, columns, height, width) if path.is_file() else images[:0]
+            tiles_of_step = _tiles(path, columns, height, width) if path.is_file() else images[:0]
             last = len(images) * len(rows)
-            if len(drawn) >= last:  # else they were of another size, before the run went on
-                steps, shown = [*steps, step], [*shown, drawn[last - len(images) : last]]
+            if len(tiles_of_step) >= last:  # else they were of another size, before the run went on
+                steps, shown = [*steps, step], [*shown, tiles_of_step[last - len(images) : last]]
         tiles = torch.stack(shown, 1).flatten(0, 1)
         factor = min(1.0, _COLUMN_PIXELS / width)
         size = max(1, round(factor * height)), max(1, round(factor * width))
@@ -431,17 +424,12 @@ def draw_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> 
             return images_of(call, drawer.sample)
     except _RefusedError as error:
         if pipeline.mesh.rank == 0:
-            _log.info("samples are drawn layer by layer, not by PipeFusion: %s", error)
+            _log.info("samples are computed layer by layer, not by PipeFusion: %s", error)
         return None
 
 
 class StageDrawer:
-    """Runs the denoising loop of one call.
-
-    Args:
-        pipeline: Pipeline in training.
-        num_patches: See `draw_on_stages`.
-    """
+    """Runs the denoising loop of one call; arguments as of `draw_on_stages`."""
 
     def __init__(self, pipeline: Pipeline, num_patches: int) -> None:
         self._pipeline, self._mesh, self._num_patches = pipeline, pipeline.mesh, num_patches
@@ -470,18 +458,13 @@ class StageDrawer:
         # Training would save for its backward what modules compute once for all calls, such as tables.
         call = replace(call, random_states=random_states(links.device))
         request = replace(call.request(call.pipeline.parts[call.denoiser]), infers=False)
-        rows = len(request.latents) * request.branches_in_batch
-        by_samples = {
-            "warmup_steps": request.num_steps,
-            "warmup_microbatches": min(links.num_ranks, rows),
-        }
-        sampler = PipeFusion(
-            request.model,  # with its ControlNets
-            links,
-            num_patches=self._num_patches,
-            split=functools.partial(self._positions, request.model),
-            **(by_samples if self._num_patches == 1 else {}),
-        )
+        options: dict[str, Any] = {"num_patches": self._num_patches}
+        options["split"] = functools.partial(self._positions, request.model)
+        if self._num_patches == 1:
+            rows = len(request.latents) * request.branches_in_batch
+            options["warmup_steps"] = request.num_steps
+            options["warmup_microbatches"] = min(links.num_ranks, rows)
+        sampler = PipeFusion(request.model, links, **options)  # with its ControlNets
         try:
             if len(call.phases) > 1:
                 raise ConfigurationError("its steps call denoisers in more than one way")

@@ -115,7 +115,7 @@ class SampleMetric(SamplingCallback):
         keys += [shown] * draws_to_conditions(pl_module)
         if missing := [name for name in keys if name not in entries]:
             raise ConfigurationError(
-                f"{type(self).__name__} compares drawn images with those of validation batches, which have no "
+                f"{type(self).__name__} compares sampled images with those of validation batches, which have no "
                 f"{missing[0]!r} but {', '.join(entries)}; leave it out (callbacks.{self.name}=null)"
             )
         real = entries[seen][:left].transpose(1, 2) if seen == "video" else entries[seen][:left]
@@ -137,7 +137,7 @@ class SampleMetric(SamplingCallback):
         least, most = (int(reduce(count.clone(), reduce_op=op)) for op in ("min", "max"))
         if least == 0:
             raise ConfigurationError(
-                f"{type(self).__name__} draws captions of validation batches, and there are none for "
+                f"{type(self).__name__} samples captions of validation batches, and there are none for "
                 f"{'a pipeline' if most else 'anybody'}; take a larger data.validation_share, or leave it out "
                 f"(callbacks.{self.name}=null)"
             )
@@ -163,8 +163,8 @@ class SampleMetric(SamplingCallback):
         is_condition = isinstance(rows[0], Tensor)
         if len({row.shape if is_condition else tuple(x.shape for x in row) for row in rows}) > 1:
             raise ConfigurationError(
-                f"{type(self).__name__} draws {self.batch_size} images at once, to conditions or references of "
-                f"several sizes; draw one (callbacks.{self.name}.batch_size=1)"
+                f"{type(self).__name__} samples {self.batch_size} images at once, to conditions or references of "
+                f"several sizes; sample one (callbacks.{self.name}.batch_size=1)"
             )
         if is_condition:
             return torch.stack(rows).to(device)
@@ -219,9 +219,7 @@ def _require_weights(weights: str | None) -> None:
 class _Clip(nn.Module):
     """CLIP as torchmetrics calls it: transformers 5 returns more than embeddings.
 
-    Args:
-        model: See `ClipScore`.
-        processor: See there. It cuts long captions before torchmetrics does, which takes their end token off.
+    Its processor cuts long captions before torchmetrics does, which takes their end token off.
     """
 
     def __init__(self, model: Any, processor: Any) -> None:
@@ -274,7 +272,7 @@ class ClipScore(SampleMetric):
         super().setup(trainer, pl_module, stage)
         if draws_from(pl_module) != "caption":
             raise ConfigurationError(
-                f"ClipScore compares images with captions, and {type(pl_module).__name__} draws "
+                f"ClipScore compares images with captions, and {type(pl_module).__name__} samples "
                 f"{draws_from(pl_module)}; leave it out (callbacks.clip_score=null), or take fid"
             )
 

@@ -121,7 +121,7 @@ def _run_to_go_on_with(config: DictConfig, node: DictConfig) -> dict[str, str]:
 
 def _require_checkpoint(config: DictConfig) -> None:
     """Raises CheckpointError, before processes start, unless the run can begin or go on as asked."""
-    from lightning_diffpipe.checkpoint_files import look_at, newest
+    from lightning_diffpipe.checkpoint_files import checked, newest
 
     path = config.ckpt_path
     if path == "last":
@@ -137,7 +137,7 @@ def _require_checkpoint(config: DictConfig) -> None:
                 "step 0 next to it: take ckpt_path=last to go on, or another hydra.run.dir, or remove its folder"
             )
     elif path != "hpc" and not str(path).startswith("registry"):
-        look_at(path)
+        checked(path)
 
 
 def _checkpoint_folders(config: DictConfig) -> list[Path]:

@@ -123,9 +123,9 @@ class BucketBatches(Sampler[list[int]]):
         batches = []
         for members in self.buckets:
             order = self._order(members)
-            drawn = cycle(order) if self.last == "filled" else iter(order)
+            chosen = cycle(order) if self.last == "filled" else iter(order)
             batches += [
-                list(islice(drawn, self.batch_size)) for _ in range(self.num_batches(len(members)))
+                list(islice(chosen, self.batch_size)) for _ in range(self.num_batches(len(members)))
             ]
         return iter(self._order(batches))
 

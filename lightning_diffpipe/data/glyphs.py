@@ -7,7 +7,7 @@ DejaVu fonts, and Unicode names every character, so a glyph comes with its capti
 
 Glyphs are drawn white on black at any resolution, on one baseline, centred by the width of their
 ink. Small shifts multiply the data set. They are part of the index (`glyph * num_shifts + shift`)
-rather than drawn at random, so that the same index gives the same pixels in every process.
+rather than sampled, so that the same index gives the same pixels in every process.
 
 Whether a (character, face) pair is held back follows from a hash of its caption: stable over
 machines, resolutions and alphabets, and independent of the order of the files.

@@ -215,12 +215,11 @@ class ImageFolderDataModule(CaptionedDataModule):
         require_choice("last_batch", last_batch, ("filled", "dropped", "smaller"))
         self._frames: list[int] = []
         if num_frames is not None:
-            several = (
-                num_frames if isinstance(num_frames, Sequence) and num_frames else [num_frames]
-            )
-            for number in several:
+            is_several = isinstance(num_frames, Sequence) and num_frames
+            self._frames = list(num_frames) if is_several else [num_frames]
+            for number in self._frames:
                 require_number("num_frames", number, 1, whole=True)
-            self._frames = sorted(several)
+            self._frames.sort()
             computed = condition if condition in MADE else None
             others = {"condition": computed, "references": references, "mask": mask}
             for name, value in others.items():
@@ -278,10 +277,11 @@ class ImageFolderDataModule(CaptionedDataModule):
         """Returns a text with the number of batches in an epoch, and of samples that are repeated or left out."""
         batches = self.batches(shuffle=True)
         size, counts = self.batch_size, [len(members) for members in batches.buckets]
+        num_samples, num_batches = sum(counts), len(batches)
         text = (
-            f"{sum(counts)} samples in {len(counts)} buckets make {len(batches)} batches of {size}"
+            f"{num_samples} samples in {len(counts)} buckets make {num_batches} batches of {size}"
         )
-        more = len(batches) * size - sum(counts)
+        more = num_batches * size - num_samples
         text += {
             "filled": f"; {more} of these are seen again, to fill last batches",
             "dropped": f"; {-more} are left out in each epoch, of incomplete batches",

@@ -190,7 +190,7 @@ def _in_srgb(image: Image.Image, icc: bytes | None) -> Image.Image:
 
 def size_of(image: Image.Image) -> tuple[int, int]:
     """Returns width and height of an image that stands upright, by its header alone."""
-    # Not by the method of PNG files, which decodes them to look behind the pixels.
+    # Not by the method of PNG files, which decodes them for what follows the pixels.
     turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
     return (image.height, image.width) if turned else image.size
 
@@ -363,18 +363,7 @@ def reading(name: str) -> Iterator[None]:
 def require_same_shape(
     image: Image.Image, name: str, condition: Image.Image, its_name: str, kind: str
 ) -> None:
-    """Refuses a condition or mask of another ratio of sides, whose crop would differ.
-
-    Args:
-        image: Image of a sample.
-        name: Name of its file, for the message.
-        condition: Condition or mask of the image.
-        its_name: Name of that file.
-        kind: `"condition"` or `"mask"`.
-
-    Raises:
-        DataError: Width and height have another ratio.
-    """
+    """Raises DataError for a condition or mask (`kind`) of another ratio of sides, whose crop would differ."""
     width, height = ImageOps.exif_transpose(image).size
     its_width, its_height = ImageOps.exif_transpose(condition).size
     scale, shape = its_height / height, width / height

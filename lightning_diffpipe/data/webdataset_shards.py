@@ -187,12 +187,9 @@ class WebDatasetDataModule(CaptionedDataModule):
         if not (isinstance(train_shards, str) and isinstance(validation_shards, str | None)):
             given = f"train_shards={train_shards!r} and validation_shards={validation_shards!r}"
             raise ConfigurationError(f"{given} must be brace patterns of tar files")
-        for name, value, least in (
-            ("samples_per_epoch", samples_per_epoch, 1),
-            ("shuffle_buffer", shuffle_buffer, 0),
-            ("resolution", resolution, 1),
-        ):
-            require_number(name, value, least, whole=True)
+        require_number("samples_per_epoch", samples_per_epoch, 1, whole=True)
+        require_number("shuffle_buffer", shuffle_buffer, 0, whole=True)
+        require_number("resolution", resolution, 1, whole=True)
         import webdataset  # of the extra lightning-diffpipe[webdataset]
 
         self._webdataset = webdataset
@@ -244,7 +241,7 @@ class WebDatasetDataModule(CaptionedDataModule):
                 raise DataError(error.args[0])
             text = " ".join(each for each in error.args if isinstance(each, str))
             raise DataError(
-                f"a shard cannot be read: {text}. Write it anew, or leave it out with on_error='skip'"
+                f"a shard cannot be read: {text}. Write it again, or leave it out with on_error='skip'"
             ) from error
         self._count_left_out(error)
         return True
@@ -278,9 +275,8 @@ class WebDatasetDataModule(CaptionedDataModule):
             caption = files["txt"].decode()
         except UnicodeDecodeError as error:
             raise DataError(f"the caption of {where} is no UTF-8 ({error.reason})") from error
-        others = {
-            kind: (io.BytesIO(files[end]), f"{end} of {where}") for kind, end in companions.items()
-        }
+        opened = lambda end: (io.BytesIO(files[end]), f"{end} of {where}")
+        others = {kind: opened(end) for kind, end in companions.items()}
         crop, caption = augmentation.crop(h.resolution, h.resolution), augmentation.caption(caption)
         # Not by webdataset, which cuts images of 16 bits off at 255.
         arguments = io.BytesIO(files[image]), caption, crop, h.background, f"the image of {where}"

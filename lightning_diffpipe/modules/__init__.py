@@ -5,8 +5,7 @@ from lightning_diffpipe.modules.cascade import CascadedDiffusion
 from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
 from lightning_diffpipe.modules.latent_diffusion import LatentDiffusion
 from lightning_diffpipe.modules.noise import Noise
-from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.optimizers import DAdaptAdam, Muon, Prodigy
+from lightning_diffpipe.modules.optimization import DAdaptAdam, Muon, Optimization, Prodigy
 from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
 
 __all__ = [

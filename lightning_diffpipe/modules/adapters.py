@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.quantization import QuantizedWeight, dequantize, has_quantized
-from lightning_diffpipe.sampling.adapters import MERGE, name_in_file
+from lightning_diffpipe.sampling.adapters import MERGE, name_in_file, weights_of
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The name under which `load_lora_weights` of diffusers looks in a folder."""
@@ -105,11 +105,8 @@ class Lora:
             try:
                 _add(part, config)
             except ValueError as error:
-                ends = {
-                    n.rpartition(".")[2]
-                    for n, m in part.named_modules()
-                    if isinstance(m, nn.Linear)
-                }
+                linear = [n for n, m in part.named_modules() if isinstance(m, nn.Linear)]
+                ends = {name.rpartition(".")[2] for name in linear}
                 raise ConfigurationError(
                     f"{type(part).__name__} takes no adapters at targets={targets!r}: {error} "
                     f"(its linear layers end in {', '.join(sorted(ends))})"
@@ -142,10 +139,8 @@ def lora_weights(
     for name, part in adapted_parts(parts).items():
         adapter = _only_adapter(name, part)
         # Embeddings that were made larger are no adapters, and peft would look for the former config in the hub.
-        of_part = state and {
-            n.removeprefix(f"{name}."): v for n, v in state.items() if n.startswith(f"{name}.")
-        }
-        adapters = get_peft_model_state_dict(part, of_part, adapter, save_embedding_layers=False)
+        own = state and weights_of(name, state)
+        adapters = get_peft_model_state_dict(part, own, adapter, save_embedding_layers=False)
         for key, value in adapters.items():
             layer, _, kind = key.rpartition(".lora_")
             if not layer or kind.startswith("embedding"):
@@ -309,16 +304,9 @@ def _add(part: nn.Module, config: Any, name: str = "default") -> None:
 def refuse_others(
     name: str, part: Any, settings: Mapping[str, Any], stored: Mapping[str, Tensor]
 ) -> None:
-    """Refuses a checkpoint whose adapters of a part are not those that the part has now.
+    """Raises CheckpointError for adapters of a checkpoint on other layers, or of another rank or scale, than now.
 
-    Args:
-        name: Name of the part in its pipeline.
-        part: The part now.
-        settings: Settings of its adapters in the checkpoint, as of `settings_of`.
-        stored: Its weights in the checkpoint.
-
-    Raises:
-        CheckpointError: They are on other layers, or have another rank or scale.
+    The checkpoint has settings of the part's adapters, as of `settings_of`, and its weights are `stored`.
     """
     weights = part.state_dict() if isinstance(part, nn.Module) else {}
     now, then = (

@@ -1,7 +1,7 @@
 """A cascade: a denoiser of small images, and one that upscales them, both in pixels and conditioned on text.
 
 Both are trained at once, each on a loss of its own. The upscaler sees the training image made small, with noise
-of a random level, which is an input, too (noise-conditioning augmentation): what the base draws later is no more
+of a random level, which is an input, too (noise-conditioning augmentation): what the base samples later is no more
 perfect than that. As neither reads what the other gives, stages of both run in opposite directions under
 `schedule=bidirectional`.
 
@@ -23,14 +23,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_diffpipe.errors import ConfigurationError, require_number
-from lightning_diffpipe.modules.encoders import (
+from lightning_diffpipe.modules.latent_diffusion import (
     Tokens,
+    denoised,
     drop_captions,
+    start_noise,
     text_states,
     tokenize,
     uses_mask,
 )
-from lightning_diffpipe.modules.latent_diffusion import denoised, start_noise
 from lightning_diffpipe.modules.noise import Noise, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import PartsModule
@@ -40,7 +41,7 @@ class CascadedDiffusion(PartsModule):
     """A text-conditional cascade of two pixel denoisers in training, and a plain sampler.
 
     Args:
-        unet: The base: takes and gives `3 p p` channels for patches of `p` pixels, or `p p` of grey images; draws
+        unet: The base: takes and gives `3 p p` channels for patches of `p` pixels, or `p p` of grey images; samples
             `sample_size * p` pixels.
         upscaler: Takes twice as many channels, of the noisy image and the small one as large as that, and gives
             half of them; has `class_embed_type="timestep"`, for the level of noise in the small one.
@@ -48,7 +49,7 @@ class CascadedDiffusion(PartsModule):
         tokenizer: Its tokenizer, with a `model_max_length`.
         scheduler: Names the prediction target of both, and samples.
         caption_dropout: Share of the training samples that lose their caption.
-        most_noise: Highest level of noise in the small image, in [0, 1]; levels are drawn evenly below it.
+        most_noise: Highest level of noise in the small image, in [0, 1]; levels are sampled evenly below it.
         optimization: Optimizer and learning rate.
 
     Raises:
@@ -91,7 +92,7 @@ class CascadedDiffusion(PartsModule):
         """Raises ConfigurationError unless images have the size, in pixels, that the upscaler samples."""
         if {height, width} != {self._pixels(self.upscaler)}:
             raise ConfigurationError(
-                f"the upscaler draws {self._pixels(self.upscaler)} pixels, but images have {width}; "
+                f"the upscaler samples {self._pixels(self.upscaler)} pixels, but images have {width}; "
                 "set data.resolution, or the upscaler's sample_size"
             )
 
@@ -117,9 +118,9 @@ class CascadedDiffusion(PartsModule):
         base = F.mse_loss(prediction, corrupted.target)
 
         corrupted = self.noise_schedule.corrupt(self._folded(images, self.upscaler), generator)
-        drawn = {"generator": generator, "device": images.device}
-        level = self.hparams.most_noise * torch.rand(len(images), **drawn)
-        noise = torch.randn(small.shape, dtype=small.dtype, **drawn)
+        at = {"generator": generator, "device": images.device}
+        level = self.hparams.most_noise * torch.rand(len(images), **at)
+        noise = torch.randn(small.shape, dtype=small.dtype, **at)
         conditions = self._upscaler_inputs(small, level, noise)
         prediction = self._predict(
             self.upscaler, corrupted.noisy, corrupted.timesteps, states, tokens, *conditions
@@ -199,7 +200,7 @@ class CascadedDiffusion(PartsModule):
             shape = (len(prompts), _colors(self.unet.config), pixels, pixels)
             return start_noise(shape, generator, self.device)
 
-        def draw(denoiser: UNet2DConditionModel, *conditions: Tensor) -> Tensor:
+        def sampled(denoiser: UNet2DConditionModel, *conditions: Tensor) -> Tensor:
             conditions = tuple(torch.cat([each] * twice) for each in conditions)
             patch = _patch(denoiser.config)
             start = noise(self._pixels(denoiser))
@@ -216,13 +217,13 @@ class CascadedDiffusion(PartsModule):
         with self.evaluating():
             states = text_states(self.text_encoder, tokens)
             if small is None:
-                small = draw(self.unet)
+                small = sampled(self.unet)
             else:
                 small = 2 * small.to(self.device) - 1
                 small = small.mean(1, keepdim=True) if is_grey else small
             level = torch.full((len(prompts),), noise_level, device=self.device)
             inputs = self._upscaler_inputs(small, level, noise(small.shape[-1]))
-            return draw(self.upscaler, *inputs).expand(-1, 3, -1, -1) / 2 + 0.5
+            return sampled(self.upscaler, *inputs).expand(-1, 3, -1, -1) / 2 + 0.5
 
 
 def _colors(config: Mapping[str, Any]) -> int:
@@ -251,7 +252,7 @@ def _check_denoiser(name: str, config: Mapping[str, Any]) -> None:
         )
     if not isinstance(config.get("sample_size"), int):
         raise ConfigurationError(
-            f"{name}.sample_size={config.get('sample_size')}: give the width, in patches, of what it draws"
+            f"{name}.sample_size={config.get('sample_size')}: give the width, in patches, of what it samples"
         )
 
 
@@ -262,8 +263,8 @@ def _check_cascade(configs: Mapping[str, Mapping[str, Any]]) -> None:
     colors = {name: _colors(config) for name, config in configs.items()}
     if colors["unet"] != colors["upscaler"]:
         raise ConfigurationError(
-            f"by their output channels the unet draws {colors['unet']} colors and the upscaler "
-            f"{colors['upscaler']}; both draw colored images (3 p p channels), or grey ones (p p)"
+            f"by their output channels the unet samples {colors['unet']} colors and the upscaler "
+            f"{colors['upscaler']}; both sample colored images (3 p p channels), or grey ones (p p)"
         )
     if configs["upscaler"].get("class_embed_type") != "timestep":
         raise ConfigurationError(
@@ -275,5 +276,5 @@ def _check_cascade(configs: Mapping[str, Mapping[str, Any]]) -> None:
     )
     if small >= large:
         raise ConfigurationError(
-            f"the upscaler draws {large} pixels (sample_size times its patches), and the base {small}: not fewer"
+            f"the upscaler samples {large} pixels (sample_size times its patches), and the base {small}: not fewer"
         )

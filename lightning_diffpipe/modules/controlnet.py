@@ -155,7 +155,7 @@ class ControlNetDiffusion(LatentDiffusion):
             )
         if "image" in batch and condition.shape[-2:] != batch["image"].shape[-2:]:
             raise ConfigurationError(
-                f"conditions of {_size(condition)} pixels beside images of {_size(batch['image'])}: they must be "
+                f"conditions of {_size(condition)} pixels next to images of {_size(batch['image'])}: they must be "
                 "of one size, as a ControlNet says where in the image something shall be"
             )
         return {"condition": condition}
@@ -179,8 +179,8 @@ class ControlNetDiffusion(LatentDiffusion):
         count = 0 if condition is None else len(condition)
         if condition is None or count != len(prompts):
             raise ConfigurationError(
-                f"{len(prompts)} prompts and {count} conditions: a ControlNet draws each prompt to a condition. "
-                "Give condition=(len(prompts), 3, H, W) in [0, 1]; images drawn while training take captions and "
+                f"{len(prompts)} prompts and {count} conditions: a ControlNet samples each prompt to a condition. "
+                "Give condition=(len(prompts), 3, H, W) in [0, 1]; images sampled while training take captions and "
                 "conditions of the data where no prompts are named (callbacks.samples.prompts=null)"
             )
         height, width = condition.shape[-2:]

@@ -7,6 +7,9 @@ stretch of it on any rank, and a GPU is never waited for.
 Caption dropout, which makes classifier-free guidance possible, replaces token ids by those of the empty caption
 before the text encoder runs: no second encoder call, and the frozen text encoder stays free of anything random.
 
+Captions have one fixed length, because every microbatch must have the same shapes: padding to the longest caption
+of a batch would give stages boundaries that change from batch to batch.
+
 With self-conditioning the denoiser also gets an estimate of the clean latents, in input channels of its own:
 zeros, or, if a coin says so, what a first pass without gradients makes of the same noisy latents. Sampling
 gives it the estimate of the step before.
@@ -21,7 +24,7 @@ import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import diffusers
 import torch
@@ -38,17 +41,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.modules.adapters import Lora
-from lightning_diffpipe.modules.encoders import (
-    Tokens,
-    drop_captions,
-    text_states,
-    tokenize,
-    uses_mask,
-)
 from lightning_diffpipe.modules.noise import Noise, NoiseSchedule, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.part_files import PartOutline, read_index
-from lightning_diffpipe.modules.parts import PartsModule
+from lightning_diffpipe.modules.parts import PartsModule, warn_of_cut
 from lightning_diffpipe.modules.pipeline_diffusion import Expert, PipelineDiffusion
 from lightning_diffpipe.pipelines.stand_ins import in_own_precision
 from lightning_diffpipe.sampling.schedulers import takes_generator
@@ -61,6 +57,82 @@ _DENOISERS: dict[str, tuple[type, ...]] = {
     "unet": (UNet2DConditionModel,),
     "transformer": (PixArtTransformer2DModel, Transformer2DModel),
 }
+
+
+class Tokens(NamedTuple):
+    """Token ids and mask (1 where there is a token), both int64 `(B, L)`."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+
+
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], device: torch.device
+) -> Tokens:
+    """Tokenizes captions, padded and cut to the tokenizer's `model_max_length`.
+
+    Returns:
+        Tensors of shape `(B, model_max_length)`, on the device.
+
+    Raises:
+        ConfigurationError: The tokenizer has no maximal length.
+    """
+    length = tokenizer.model_max_length
+    if length > 100_000:
+        raise ConfigurationError(
+            f"the tokenizer's model_max_length is {length}, that is, none; captions are padded to "
+            "it, so set it, for example to 77"
+        )
+    encoded = tokenizer(list(captions), padding="max_length", truncation=True, max_length=length)
+    warn_of_cut(tokenizer, captions, encoded, length)
+    # `device=` would let the host wait for a GPU, and thereby for messages, in every microbatch.
+    return Tokens(
+        torch.tensor(encoded["input_ids"]).to(device, non_blocking=True),
+        torch.tensor(encoded["attention_mask"]).to(device, non_blocking=True),
+    )
+
+
+def attention_bias(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turns a token mask into the bias that is added to attention scores.
+
+    transformers would do so itself, but first reads whether any token is padding: that waits for the
+    device, and makes the course of the computation depend on the captions.
+
+    Args:
+        attention_mask: 1 where there is a token, `(B, L)`.
+        dtype: Type of the text encoder.
+
+    Returns:
+        Zero where there is a token and a large negative number elsewhere, `(B, 1, L, L)`.
+    """
+    length = attention_mask.shape[1]
+    bias = (1 - attention_mask.to(dtype)) * torch.finfo(torch.float16).min
+    return bias[:, None, None, :].expand(-1, 1, length, -1)
+
+
+def uses_mask(text_encoder: PreTrainedModel) -> bool:
+    """Returns whether padding is hidden from a text encoder, and from the denoiser that reads its states."""
+    # CLIP pads with ordinary tokens, and every model conditioned on it was trained to see them.
+    return not text_encoder.config.model_type.startswith("clip")
+
+
+def text_states(text_encoder: PreTrainedModel, tokens: Tokens) -> Tensor:
+    """Returns the states of captions, `(B, L, D)`."""
+    bias = None
+    if uses_mask(text_encoder):
+        bias = attention_bias(tokens.attention_mask, text_encoder.dtype)
+    return text_encoder(input_ids=tokens.input_ids, attention_mask=bias)[0]
+
+
+def drop_captions(tokenizer: PreTrainedTokenizerBase, tokens: Tokens, share: float) -> Tokens:
+    """Puts the empty caption in place of a random share of the captions."""
+    device = tokens.input_ids.device
+    empty = tokenize(tokenizer, [""], device)
+    drop = torch.rand(len(tokens.input_ids), 1, device=device) < share
+    return Tokens(
+        torch.where(drop, empty.input_ids, tokens.input_ids),
+        torch.where(drop, empty.attention_mask, tokens.attention_mask),
+    )
 
 
 def latent_size(
@@ -81,7 +153,7 @@ def latent_size(
     trained, patch = denoiser["sample_size"], denoiser.get("patch_size") or 1
     if trained is None and None in (height, width):
         raise ConfigurationError(
-            "the denoiser does not say which size it draws (sample_size is None in its config); give height and "
+            "the denoiser does not say which size it samples (sample_size is None in its config); give height and "
             "width, or set it: denoiser.register_to_config(sample_size=rows of its latents)"
         )
     default = tuple(trained) if isinstance(trained, list | tuple) else (trained, trained)
@@ -245,7 +317,7 @@ class LatentDiffusion(PartsModule):
 
         Args:
             images: `(B, 3, H, W)` in [-1, 1].
-            sample: Draw from the posterior, rather than take its mean.
+            sample: Sample the posterior, rather than take its mean.
 
         Returns:
             fp32 latents of about unit variance, `(B, C, h, w)`.
@@ -419,8 +491,8 @@ class LatentDiffusion(PartsModule):
     def predict_step(self, batch: Any, batch_idx: int) -> list[Image.Image]:
         """Samples the captions of a batch: `trainer.predict(module, prompts)`.
 
-        Each rank draws all prompts of its pipeline alone, and pipelines side by side (`data_parallel`) draw a share
-        each; `Predictor.from_module(module, "pipefusion")` draws every prompt with all ranks.
+        Each rank samples all prompts of its pipeline alone, and pipelines side by side (`data_parallel`) a share
+        each; `Predictor.from_module(module, "pipefusion")` samples every prompt with all ranks.
 
         Args:
             batch: Captions, or a batch of training data with `caption`.
@@ -446,11 +518,11 @@ class LatentDiffusion(PartsModule):
 def start_noise(
     shape: Sequence[int], generator: torch.Generator | None, device: torch.device
 ) -> Tensor:
-    """Draws standard normal numbers in fp32 where the generator is, and brings them to the device."""
-    drawn_on = generator.device if generator is not None else device
-    return torch.randn(tuple(shape), generator=generator, device=drawn_on, dtype=torch.float32).to(
-        device
-    )
+    """Samples standard normal numbers in fp32 where the generator is, and brings them to the device."""
+    sampled_on = generator.device if generator is not None else device
+    return torch.randn(
+        tuple(shape), generator=generator, device=sampled_on, dtype=torch.float32
+    ).to(device)
 
 
 def denoised(

@@ -91,9 +91,8 @@ class Noise:
     input_perturbation: float = 0.0
 
     def __post_init__(self) -> None:
-        require_number("logit_std", self.logit_std, 0)
-        require_number("offset", self.offset, 0)
-        require_number("input_perturbation", self.input_perturbation, 0)
+        for name in ("logit_std", "offset", "input_perturbation"):
+            require_number(name, getattr(self, name), 0)
         require_number("huber_c", self.huber_c, above=0)
         require_number("pyramid_levels", self.pyramid_levels, 0, whole=True)
         require_number("pyramid_discount", self.pyramid_discount, 0, 1)
@@ -112,42 +111,35 @@ class Noise:
                     f"{one}={values[0]} and {other}={values[1]} exclude each other; take one of them"
                 )
 
-    def draw_times(
+    def sample_times(
         self,
         like: Tensor,
         generator: torch.Generator | None,
         quantiles: tuple[float, float] | None = None,
     ) -> Tensor:
-        """Draws a share of the way from noise to data for each sample of `like`, before any shift; `(B,)`.
+        """Samples a share of the way from noise to data for each sample of `like`, before any shift; `(B,)`.
 
         Args:
             like: Its length and device count.
-            generator: Drawn from; None for the global one.
-            quantiles: Draw only between these two quantiles of the distribution.
+            generator: Generator of the times; None for the global one.
+            quantiles: Sample only between these two quantiles of the distribution.
         """
-        uniform = None
-        if quantiles is not None or self.uniform or self.mode_scale is not None:
-            uniform = torch.rand(len(like), generator=generator, device=like.device)
-        if uniform is not None and quantiles is not None:
-            uniform = quantiles[0] + (quantiles[1] - quantiles[0]) * uniform
-        if not self.uniform and self.mode_scale is None:
-            logits = (
-                _normal((len(like),), like, generator)
-                if uniform is None
-                else -torch.special.ndtri(uniform)
-            )
+        is_logit_normal = not self.uniform and self.mode_scale is None
+        if is_logit_normal and quantiles is None:
+            logits = _normal((len(like),), like, generator)
             return torch.sigmoid(-(self.logit_mean + self.logit_std * logits))
-        assert uniform is not None
+        low, high = quantiles or (0.0, 1.0)
+        u = low + (high - low) * torch.rand(len(like), generator=generator, device=like.device)
+        if is_logit_normal:
+            return torch.sigmoid(self.logit_std * torch.special.ndtri(u) - self.logit_mean)
         if self.mode_scale is None:
-            return uniform
+            return u
         if quantiles is not None:  # the density below falls as its argument rises
-            uniform = 1 - uniform
-        return (
-            1 - uniform - self.mode_scale * ((math.pi / 2 * uniform).cos().square() - 1 + uniform)
-        )
+            u = 1 - u
+        return 1 - u - self.mode_scale * ((math.pi / 2 * u).cos().square() - 1 + u)
 
     def probability(self, share: float) -> float:
-        """Returns the probability that `draw_times` without quantiles draws less than a share.
+        """Returns the probability that `sample_times` without quantiles returns less than a share.
 
         Example:
             >>> Noise().probability(0.5), Noise(uniform=True).probability(0.25)
@@ -158,19 +150,17 @@ class Noise:
         if self.uniform:
             return share
         if self.mode_scale is None:
-            deviations = (math.log(share / (1 - share)) + self.logit_mean) / (
-                self.logit_std or 1e-9
-            )
-            return NormalDist().cdf(deviations)
+            spread = NormalDist(-self.logit_mean, self.logit_std or 1e-9)
+            return spread.cdf(math.log(share / (1 - share)))
         low, high = 0.0, 1.0
-        for _ in range(50):  # by bisection: twice as many digits as the draws have
+        for _ in range(50):  # by bisection: twice as many digits as the times have
             u = (low + high) / 2
-            drawn = 1 - u - self.mode_scale * (math.cos(math.pi / 2 * u) ** 2 - 1 + u)
-            low, high = (u, high) if drawn >= share else (low, u)
+            sampled = 1 - u - self.mode_scale * (math.cos(math.pi / 2 * u) ** 2 - 1 + u)
+            low, high = (u, high) if sampled >= share else (low, u)
         return 1 - low
 
     def draw(self, like: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Draws noise for latents."""
+        """Samples noise for latents."""
         noise = _normal(like.shape, like, generator)
         if self.offset:
             shape = (*like.shape[:2], *(1,) * (like.ndim - 2))
@@ -308,20 +298,17 @@ class FlowMatching(_Schedule):
     inverted: bool = False
 
     def corrupt(
-        self,
-        clean: Tensor,
-        generator: torch.Generator | None = None,
-        span: Span | None = None,
+        self, clean: Tensor, generator: torch.Generator | None = None, span: Span | None = None
     ) -> Corrupted:
-        """Draws times, one for each sample, and noise, and mixes them in.
+        """Samples times, one for each sample, and noise, and mixes them in.
 
         Args:
             clean: fp32 latents of unit variance, `(B, C, h, w)`.
-            generator: Drawn from, on the device of `clean`; `None` for the global one.
-            span: Draw only times of this span, as often as without it relative to each other.
+            generator: Generator of times and noise, on the device of `clean`; `None` for the global one.
+            span: Sample only times of this span, as often as without it relative to each other.
 
         Raises:
-            ConfigurationError: Next to no time is drawn from the span.
+            ConfigurationError: Next to no time is sampled from the span.
         """
         steps, quantiles = range(self.num_timesteps), None
         if span is not None:
@@ -329,9 +316,9 @@ class FlowMatching(_Schedule):
             if quantiles[1] - quantiles[0] < 1e-4:
                 raise ConfigurationError(
                     f"of all times {quantiles[1] - quantiles[0]:.2g} are from {span[0]:g} to {span[1]:g}, where a "
-                    "denoiser is trained; draw others (model.noise), or train the other one only (model.expert)"
+                    "denoiser is trained; sample others (model.noise), or train the other one only (model.expert)"
                 )
-        share = self.noise.draw_times(clean, generator, quantiles)
+        share = self.noise.sample_times(clean, generator, quantiles)
         # As an index into the timesteps of the scheduler, which fall.
         index = (share * self.num_timesteps).long().clamp(steps.start, steps.stop - 1)
         times = (self.num_timesteps - index).to(clean.dtype) / self.num_timesteps
@@ -406,10 +393,7 @@ class Diffusion(_Schedule):
         return len(self.alphas_cumprod)
 
     def corrupt(
-        self,
-        clean: Tensor,
-        generator: torch.Generator | None = None,
-        span: Span | None = None,
+        self, clean: Tensor, generator: torch.Generator | None = None, span: Span | None = None
     ) -> Corrupted:
         """See `FlowMatching.corrupt`."""
         table = self.alphas_cumprod.to(clean.device, non_blocking=True)
@@ -421,18 +405,13 @@ class Diffusion(_Schedule):
         alpha = _per_sample(table[timesteps], clean)
         signal, spread = alpha.sqrt(), (1 - alpha).sqrt()
         target = signal * noise - spread * clean if self.predicts_v else noise
-        weights = None
-        # Of snr = alpha / (1 - alpha); that of epsilon's last time may be 0.
-        if (
-            gamma := self.noise.min_snr_gamma
-        ) is not None:  # min(snr, gamma) / snr, or / (snr + 1) for v
-            weights = torch.minimum(alpha, gamma * (1 - alpha)).flatten()
-            weights = weights if self.predicts_v else weights / alpha.flatten().clamp_min(1e-12)
+        weights, gamma, a = None, self.noise.min_snr_gamma, alpha.flatten()
+        # Of snr = a / (1 - a); that of epsilon's last time may be 0.
+        if gamma is not None:  # min(snr, gamma) / snr, or / (snr + 1) for v
+            weights = torch.minimum(a, gamma * (1 - a))
+            weights = weights if self.predicts_v else weights / a.clamp_min(1e-12)
         elif self.noise.debiased:  # 1 / sqrt(snr), or 1 / (snr + 1) for v
-            weights = (1 - alpha).flatten()
-            weights = (
-                weights if self.predicts_v else (weights / alpha.flatten().clamp_min(1e-12)).sqrt()
-            )
+            weights = 1 - a if self.predicts_v else ((1 - a) / a.clamp_min(1e-12)).sqrt()
         noise = self.noise.of_input(noise, generator)
         return Corrupted(signal * clean + spread * noise, timesteps, target, weights)
 

@@ -44,12 +44,7 @@ Configs = Mapping[str, Mapping[str, Any]]
 
 _PUBLISHED = files("lightning_diffpipe.modules") / "published"
 PUBLISHED = tuple(sorted(f.name.removesuffix(".json") for f in _PUBLISHED.iterdir()))
-_FILES = (
-    "config.json",
-    "scheduler_config.json",
-    "tokenizer_config.json",
-    "preprocessor_config.json",
-)
+_FILES = tuple(f"{kind}config.json" for kind in ("", "scheduler_", "tokenizer_", "preprocessor_"))
 _MOST_VALUES = 2**20
 
 
@@ -161,10 +156,10 @@ class BlankTokenizer:
         """Gives ids and a mask of `max_length` tokens."""
         rows = 1 if isinstance(text, str) else len(text)
         ids = torch.full((rows, max_length or self.model_max_length), 2)
-        values = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        return BatchEncoding(
-            values if return_tensors else {n: v.tolist() for n, v in values.items()}
-        )
+        values: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if not return_tensors:
+            values = {name: value.tolist() for name, value in values.items()}
+        return BatchEncoding(values)
 
     def apply_chat_template(self, conversation: Any, tokenize: bool = True, **options: Any) -> Any:
         """Returns the output of a call for one or several conversations; without `tokenize` an empty text."""
@@ -306,13 +301,10 @@ class OnPaper:
         for name, part in parts.items():
             if isinstance(part, nn.Module):
                 parts[name] = _zeros_of(part)
+        on_host = {"device": torch.device("cpu"), "dtype": torch.float32}
+        on_host["parameters"] = lambda: iter([torch.zeros(())])
         for each, denoiser in zip(module.steps, module.denoisers, strict=True):
-            parts[each.denoiser] = StandIn(
-                denoiser,
-                device=torch.device("cpu"),
-                dtype=torch.float32,
-                parameters=lambda: iter([torch.zeros(())]),
-            )
+            parts[each.denoiser] = StandIn(denoiser, **on_host)
             module._tail = find_tail(each, parts)
         shapes = list[tuple[int, ...]]()
 
@@ -409,15 +401,9 @@ class ModelOnPaper:
         try:
             path = str(self.path)
             lora = None if self.lora_rank is None else Lora(self.lora_rank)
-            paper = OnPaper(
-                path,
-                getattr(torch, self.dtype),
-                call=self.call,
-                lora=lora,
-                quantization=self.quantization,
-                expert=self.expert,
-                with_reference=self.with_reference,
-            )
+            names = ("call", "quantization", "expert", "with_reference")
+            settings: dict[str, Any] = {name: getattr(self, name) for name in names}
+            paper = OnPaper(path, getattr(torch, self.dtype), lora=lora, **settings)
             if self.resolution is not None:
                 paper.module.require_size(self.resolution, self.resolution)
                 paper.size |= {"height": self.resolution, "width": self.resolution}

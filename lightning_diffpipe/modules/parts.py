@@ -54,17 +54,19 @@ from lightning_diffpipe.modules.adapters import (
     settings_of,
     write_lora,
 )
-from lightning_diffpipe.modules.base_model import BASE_KEY, BaseModel, frozen_weights
 from lightning_diffpipe.modules.noise import LOSS_BY_TIME
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.part_files import (
+    BASE_KEY,
     OTHER_PARTS,
     SINGLE_FILE,
+    BaseModel,
     PartOutline,
     fetched,
     folder_of_part,
     from_base,
     from_stored,
+    frozen_weights,
     index_entry,
     load_for_training,
     outline_of_part,
@@ -79,7 +81,13 @@ from lightning_diffpipe.quantization import (
     require_kernels,
 )
 from lightning_diffpipe.runtime.optimizer_sharding import switches_weights
-from lightning_diffpipe.sampling.adapters import SECOND, StoredLora, lora_files, refuse_adapted
+from lightning_diffpipe.sampling.adapters import (
+    SECOND,
+    StoredLora,
+    lora_files,
+    refuse_adapted,
+    weights_of,
+)
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import class_of
@@ -90,6 +98,7 @@ _INDEX_KEY = "diffpipe_index"
 
 said_of_cut: set[str] = set()
 """Tokenizers of which a warning has said that they cut captions; emptied when a training begins."""
+BUILT_IN = ("glyphs", "glyphs_transformer")
 
 
 def warn_of_cut(tokenizer: Any, texts: Sequence[str], encoded: Any, length: int) -> None:
@@ -113,12 +122,9 @@ def warn_of_cut(tokenizer: Any, texts: Sequence[str], encoded: Any, length: int)
 def in_float32(part: nn.Module, *dtypes: torch.dtype, only_trained: bool = False) -> None:
     """Makes float32 of the tensors of a part that have one of some types."""
     for module in part.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if (
-                tensor is not None
-                and tensor.dtype in dtypes
-                and (tensor.requires_grad or not only_trained)
-            ):
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        for tensor in (x for x in tensors if x is not None and x.dtype in dtypes):
+            if tensor.requires_grad or not only_trained:
                 tensor.data = tensor.data.float()
 
 
@@ -211,9 +217,8 @@ class PartsModule(L.LightningModule):
             name: part
             for name, part in self.parts.items()
             if any(part is d for d in self.denoisers)
+            or (train_text_encoder and name.startswith("text_encoder"))
         }
-        if train_text_encoder:
-            adapted |= {n: p for n, p in self.parts.items() if n.startswith("text_encoder")}
         if lora.lora_from is not None and not adapted_parts(self.parts):
             config = getattr(getattr(self, "unet", None), "config", None)
             for path, parts in lora_files(Path(lora.lora_from), adapted).items():
@@ -269,7 +274,7 @@ class PartsModule(L.LightningModule):
         return {name: value for name, value in state.items() if name not in left}
 
     def leave_to_base(self, checkpoint: dict[str, Any]) -> None:
-        """Takes weights out of a checkpoint that are in the model below adapters, and notes where that is.
+        """Takes weights out of a checkpoint that are in the model below adapters, and stores where that is.
 
         `on_save_checkpoint` does so, and `DiffPipeStrategy`, which leaves them out in any case: also for a subclass
         whose `on_save_checkpoint` does not call this one.
@@ -290,7 +295,7 @@ class PartsModule(L.LightningModule):
             self._base.refuse_folder(path)
 
     def _note_base(self, path: str | Path, names: Collection[str]) -> None:
-        """Notes the origin of parts of these names, which checkpoints of adapters name in place of weights.
+        """Records the origin of parts of these names, which checkpoints of adapters name in place of weights.
 
         All checkpoints leave those there that are stored quantized.
         """
@@ -520,10 +525,7 @@ class PartsModule(L.LightningModule):
 
         Before training, it tells whether they can be written.
 
-        Args:
-            names: As in `save_lora`.
-            state: As in `save_lora`.
-            path: As in `save_lora`.
+        Arguments are those of `save_lora`.
 
         Raises:
             ConfigurationError: No part has adapters, they are more than such a file can hold, or names cannot be
@@ -551,16 +553,12 @@ class PartsModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the configs and vocabularies of all parts to the checkpoint, and the settings of adapters.
 
-        Weights below adapters that are as they were read from a folder are left out, and the folder is noted.
+        Weights below adapters that are as they were read from a folder are left out, and the folder is named.
         """
         self.leave_to_base(checkpoint)
         checkpoint[_FILES_KEY] = {
-            name: {
-                "class": index_entry(part),
-                "files": text_files(part),
-                "adapters": settings_of(part),
-            }
-            for name, part in self.parts.items()
+            name: {"class": index_entry(p), "files": text_files(p), "adapters": settings_of(p)}
+            for name, p in self.parts.items()
         }
         checkpoint[_INDEX_KEY] = self.pipeline_index
 
@@ -575,13 +573,8 @@ class PartsModule(L.LightningModule):
         with raised_by_all():
             for name, stored in checkpoint.get(_FILES_KEY, {}).items():
                 if self.strict_loading and weights and name in self.parts and "adapters" in stored:
-                    prefix = f"{name}."
-                    of_part = {
-                        n.removeprefix(prefix): v
-                        for n, v in weights.items()
-                        if n.startswith(prefix)
-                    }
-                    refuse_others(name, self.parts[name], stored["adapters"], of_part)
+                    own = weights_of(name, weights)
+                    refuse_others(name, self.parts[name], stored["adapters"], own)
         base = BaseModel.recorded(checkpoint)
         if weights and base.samples:
             checkpoint["state_dict"] = self._completed(weights, base)
@@ -591,10 +584,9 @@ class PartsModule(L.LightningModule):
         completed = dict(weights)
         parts = self.parts
         for name in [name for name in base.samples if name in parts]:
-            present, prefix = parts[name].state_dict(), f"{name}."
-            stored = {n.removeprefix(prefix): v for n, v in weights.items() if n.startswith(prefix)}
+            present, stored = parts[name].state_dict(), weights_of(name, weights)
             whole = base.completed(name, present, stored)
-            completed |= {prefix + key: value for key, value in whole.items()}
+            completed |= {f"{name}.{key}": value for key, value in whole.items()}
         return completed
 
     @classmethod
@@ -632,7 +624,7 @@ class PartsModule(L.LightningModule):
         weights = checkpoint_weights(checkpoint, ema)
         for name in parts:
             if not checkpoint[_FILES_KEY][name].get("adapters"):
-                refuse_adapted([n for n in weights if n.startswith(f"{name}.")], str(path))
+                refuse_adapted(weights_of(name, weights), str(path))
         to_load = {name: value for name, value in weights.items() if not name.startswith(replaced)}
         below = BaseModel(below.path, {n: s for n, s in below.samples.items() if n in parts})
         to_load = module._completed(to_load, below)
@@ -707,27 +699,23 @@ def checkpoint_part_weights(
         CheckpointError: The checkpoint leaves weights to that model, which is not there or another one.
         ConfigurationError: There is a `base`, and the checkpoint needs none.
     """
-    prefix, stored = f"{name}.", checkpoint[_FILES_KEY][name]
-    weights = checkpoint_weights(checkpoint, ema).items()
-    of_part = {n.removeprefix(prefix): value for n, value in weights if n.startswith(prefix)}
+    stored = checkpoint[_FILES_KEY][name]
+    own = weights_of(name, checkpoint_weights(checkpoint, ema))
     below = BaseModel.recorded(checkpoint, base)
     if name in below.samples:
         part = from_base(below, name, stored)
-        of_part = below.completed(name, part.state_dict(), of_part)
+        own = below.completed(name, part.state_dict(), own)
     elif not stored.get("adapters"):
-        return of_part
+        return own
     else:
         part = from_stored(stored)
-    part.load_state_dict(of_part)
+    part.load_state_dict(own)
     return merged(part).state_dict()
 
 
 def checkpoint_parts(checkpoint: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns names of the parts of a checkpoint."""
     return tuple(checkpoint[_FILES_KEY])
-
-
-BUILT_IN = ("glyphs", "glyphs_transformer")
 
 
 def built_in(name: str) -> Path:

@@ -68,7 +68,7 @@ class PipelineDiffusion(PartsModule):
     where and how much a loss counts (`noise.py`).
 
     Args:
-        pipeline: A pipeline of diffusers, or one of your own derived from `DiffusionPipeline`, that draws from
+        pipeline: A pipeline of diffusers, or one of your own derived from `DiffusionPipeline`, that samples from
             prompts or classes alone, or edits or animates images.
         caption_dropout: Share of the training samples that lose their caption, for guidance. Models of classes drop
             them themselves.
@@ -139,14 +139,8 @@ class PipelineDiffusion(PartsModule):
             image_noise = (float(image_noise[0]), float(image_noise[1]))
             for step in self.steps:
                 step.image_noise = image_noise
-        self.save_hyperparameters(
-            "caption_dropout",
-            "condition_dropout",
-            "train_text_encoder",
-            "call",
-            "expert",
-            "image_noise",
-        )
+        self.save_hyperparameters("caption_dropout", "condition_dropout", "train_text_encoder")
+        self.save_hyperparameters("call", "expert", "image_noise")
         self.pipeline = pipeline
         components = {n: p for n, p in pipeline.components.items() if p is not None}
         self.part_names = tuple(components)
@@ -184,11 +178,8 @@ class PipelineDiffusion(PartsModule):
 
         Args:
             path: Folder with `model_index.json`, or a hub id.
-            frozen_dtype: Type of what is not trained; None for that in which each part is stored, but for an
-                autoencoder that asks for float32 (`force_upcast`). What is trained has float32.
-            quantization: Format to which each rank quantizes its frozen linear layers: `"nf4"`, `"int8"`,
-                `"float8"`, or more; for all components but autoencoders, or by their names. See
-                `quantization_named`.
+            frozen_dtype: As in `PartsModule.from_pretrained`.
+            quantization: As in `PartsModule.from_pretrained`.
             pipeline_class: A pipeline of diffusers in the place of that which `model_index.json` names, for the
                 same parts: `"LTXImageToVideoPipeline"` animates images with those of `LTXPipeline`.
             kwargs: Further arguments of `__init__`.
@@ -275,7 +266,7 @@ class PipelineDiffusion(PartsModule):
 
         Args:
             pixels: `(B, 3, H, W)` or `(B, 3, F, H, W)` in [-1, 1].
-            sample: Draw from the posterior where there is one, rather than take its mode.
+            sample: Sample the posterior where there is one, rather than take its mode.
         """
         if self.step.decoder is None:
             return pixels.float()
@@ -289,17 +280,17 @@ class PipelineDiffusion(PartsModule):
             encoded = vae.encode(pixels.to(dtype_of(vae)))
         posterior = getattr(encoded, "latent_dist", None)
         if posterior is not None:
-            drawn = posterior.sample() if sample else posterior.mode()
+            latents = posterior.sample() if sample else posterior.mode()
         else:
-            drawn = encoded.latents if hasattr(encoded, "latents") else encoded[0]
-        return tail.undone(drawn, num_samples)
+            latents = encoded.latents if hasattr(encoded, "latents") else encoded[0]
+        return tail.undone(latents, num_samples)
 
     def require_size(self, height: int, width: int) -> None:
         """Raises ConfigurationError for images of a size, in pixels, that the pipeline's own check refuses."""
         self.step.check({"height": height, "width": width})
 
     def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
-        """Notes the size to sample while training: a pipeline's default may be many times that of the images."""
+        """Stores the size to sample while training: a pipeline's default may be many times that of the images."""
         super().on_train_batch_start(batch, batch_idx)
         self._trained_size = _size_of(_pixels_of(batch))
 
@@ -368,8 +359,8 @@ class PipelineDiffusion(PartsModule):
         ratio, num_frames = self.tail.temporal_ratio, video.shape[2]
         if ratio is not None and (num_frames - 1 < ratio or (num_frames - 1) % ratio):
             raise ConfigurationError(
-                f"{self.step.name} draws videos of {ratio + 1}, {2 * ratio + 1}, {3 * ratio + 1}, ... frames, and "
-                f"those of the batch have {num_frames}; take {max(1, num_frames // ratio) * ratio + 1} "
+                f"{self.step.name} samples videos of {ratio + 1}, {2 * ratio + 1}, {3 * ratio + 1}, ... frames, "
+                f"and those of the batch have {num_frames}; take {max(1, num_frames // ratio) * ratio + 1} "
                 "(data.num_frames)"
             )
 
@@ -470,9 +461,8 @@ class PipelineDiffusion(PartsModule):
         settings["num_inference_steps"] = num_inference_steps
         calls = [(prompts, condition)]
         of_references = not isinstance(condition, Tensor | None)
-        if (self.step.reads_references and of_references) or (
-            self.draws_apart and condition is not None
-        ):
+        is_apart = self.draws_apart and condition is not None
+        if is_apart or (self.step.reads_references and of_references):
             of_row = lambda row: [x[row] for x in condition] if of_references else condition[row]
             rows = [slice(i, i + 1) for i in range(len(prompts))]
             calls = [(prompts[row], of_row(row)) for row in rows]
@@ -480,13 +470,13 @@ class PipelineDiffusion(PartsModule):
         self.pipeline.set_progress_bar_config(disable=True)
         try:
             with self.evaluating():
-                drawn = [
+                sampled = [
                     self.pipeline(**self.drawing(texts, condition=images, **settings).arguments)[0]
                     for texts, images in calls
                 ]
         finally:
             self.pipeline.set_progress_bar_config(**progress)
-        images = [torch.stack(list(each)) if isinstance(each, list) else each for each in drawn]
+        images = [torch.stack(list(each)) if isinstance(each, list) else each for each in sampled]
         return images[0] if len(images) == 1 else torch.cat(images)
 
     def drawing(
@@ -507,7 +497,7 @@ class PipelineDiffusion(PartsModule):
         if condition is None:
             if self.step.needs_image:
                 raise ConfigurationError(
-                    f"{self.step.name} draws from an image; give condition, (number of prompts, 3, H, W) in [0, 1]"
+                    f"{self.step.name} samples from an image; give condition, (prompts, 3, H, W) in [0, 1]"
                 )
         elif self.step.reads_references and not isinstance(condition, Tensor):
             images = [Image.fromarray(each[0]) for each in condition]  # of one prompt

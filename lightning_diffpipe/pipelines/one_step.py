@@ -9,8 +9,8 @@ unpacking of its prediction: all of that is code in the pipeline's `__call__`:
 
 For training it is run with four things replaced, in a shallow copy of the pipeline:
 
-    noise       the methods that draw it are given our noisy latents instead, and return them as they are where they
-                would mix the image that is animated into them
+    noise       the methods that sample it are given our noisy latents instead, and return them as they are where
+                they would mix the image that is animated into them
     scheduler   has one step, with a timestep of ours for each sample; a pipeline that wants one number gets any,
                 and the denoiser is given those of the samples, by a factor and an offset that three runs give
     tokenizers  pad to a fixed length, so that every microbatch has the same shapes; so do processors, which read
@@ -45,12 +45,12 @@ from transformers import BaseImageProcessor, ProcessorMixin
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.stand_ins import (
+    ArgumentPlace,
     Captured,
     Draw,
     Lockstep,
     PaddingProcessor,
     PaddingTokenizer,
-    Place,
     StandIn,
     checked_arguments,
     dropping_encoder,
@@ -152,10 +152,8 @@ class Tail:
             raise ConfigurationError(
                 f"latents of the pipeline have {self.scale.shape[1]} channels; got {decoded.shape[1]}"
             )
-        shift, scale = (
-            value.to(decoded.device, non_blocking=True) for value in (self.shift, self.scale)
-        )
-        values = (decoded - shift) / scale
+        on_device = lambda x: x.to(decoded.device, non_blocking=True)
+        values = (decoded - on_device(self.shift)) / on_device(self.scale)
         if self.frames_apart:
             values = values.unflatten(0, (num_samples, -1))
         axes = [axis for axis in self.axes if axis is not None]
@@ -204,7 +202,7 @@ class OneStep:
         image: The argument with an image for each sample that the pipeline edits or animates; None without one.
         animates: Whether it samples videos that begin with the image.
         image_noise: Noise added to the image that it animates, as `encoding_first_frames` takes it.
-        mixes_image: Whether a method of it mixes the image into the noise that it draws; in training it returns
+        mixes_image: Whether a method of it mixes the image into the noise that it samples; in training it returns
             the noise alone.
         needs_image: Whether it needs an image.
         reads_references: Whether it passes the image to a processor, which reads it in 8 bits. Then the call is run
@@ -265,7 +263,7 @@ class OneStep:
             scales = (None, 1.0, 0.0) if default is None else (1.0, 0.0)
             self.unguided = [{"guidance_scale": scale} for scale in scales]
         self.time: float | None = None
-        self.places: tuple[Place, ...] = ()
+        self.places: tuple[ArgumentPlace, ...] = ()
         self.sizes = tuple(n for n in _SIZES if n in self._parameters and n not in settings)
         self.note_tokens: Callable[..., None] = lambda *_: None
         limit = inspect.signature(self._call).parameters.get("max_sequence_length")
@@ -369,8 +367,8 @@ class OneStep:
             if tuple(shape) != tuple(noisy.shape):
                 named = (f"{n}={v}" for n, v in pixels.items() if n != "num_frames" or v > 1)
                 raise ConfigurationError(
-                    f"for {', '.join(named)} {self.name} draws latents {tuple(shape)}, but encodings of the batch "
-                    f"are {tuple(noisy.shape)}; give images of a size that the model can draw"
+                    f"for {', '.join(named)} {self.name} samples latents {tuple(shape)}, but encodings of the "
+                    f"batch are {tuple(noisy.shape)}; give images of a size that the model can sample"
                 )
             return noisy
 
@@ -422,7 +420,7 @@ class OneStep:
             generator: Generator of that noise.
         """
         pipeline = copy.copy(self._pipeline)
-        # A class that knows where it runs: diffusers looks at every module for that.
+        # A class that knows where it runs: diffusers reads every module for that.
         cls, device = type(pipeline), property(lambda self: self.device_of_latents)
         pipeline.__class__ = type(cls.__name__, (cls,), {"_execution_device": device})
         dtype = dtype_of(parts[self.denoiser])
@@ -585,17 +583,15 @@ def condition_of(cls: type) -> str | None:
     accepted = (condition, image_of(cls))
     if others := [name for name in required_by(cls) if name not in accepted]:
         raise ConfigurationError(
-            f"{cls.__name__} draws from {', '.join(others)}, not from prompts or classes alone; {OTHERWISE}"
+            f"{cls.__name__} samples from {', '.join(others)}, not from prompts or classes alone; {OTHERWISE}"
         )
     return condition
 
 
 def image_of(cls: type) -> str | None:
     """Returns the argument of a pipeline's call with an image for each sample to edit; None if it edits none."""
-    takes = {
-        *inspect.signature(cls.__call__).parameters,
-        *inspect.signature(cls.__init__).parameters,
-    }
+    functions = (cls.__call__, cls.__init__)
+    takes = {name for each in functions for name in inspect.signature(each).parameters}
     return "image" if "image" in takes and not takes.intersection(_NOT_EDITED) else None
 
 
@@ -611,7 +607,7 @@ def required_by(cls: type) -> list[str]:
 
 @functools.cache
 def _methods_that_draw(cls: type) -> dict[str, types.FunctionType]:
-    """Finds `__call__` and the methods that draw noise, without decorators such as `torch.no_grad`."""
+    """Finds `__call__` and the methods that sample noise, without decorators such as `torch.no_grad`."""
     methods: dict[str, types.FunctionType] = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():
@@ -624,9 +620,7 @@ def _methods_that_draw(cls: type) -> dict[str, types.FunctionType]:
 
 def _draws(code: types.CodeType) -> bool:
     nested = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return any(name in code.co_names for name in ("randn_tensor", "randn")) or any(
-        map(_draws, nested)
-    )
+    return not {"randn_tensor", "randn"}.isdisjoint(code.co_names) or any(map(_draws, nested))
 
 
 def _drawing_from(method: types.FunctionType, draw: Draw) -> types.FunctionType:
@@ -643,12 +637,7 @@ def _drawing_from(method: types.FunctionType, draw: Draw) -> types.FunctionType:
 
 
 def _returning_noise(method: Callable[..., Any], drawn: Sequence[Tensor]) -> Callable[..., Any]:
-    """Returns a method that gives its noise in the place of the first tensor of that shape that it returns.
-
-    Args:
-        method: Appends to `drawn` what it draws.
-        drawn: All noise of the call so far.
-    """
+    """Returns a method that gives its noise, appended to `drawn`, in place of the first tensor of that shape."""
 
     def call(*args: Any, **options: Any) -> Any:
         before, answer = len(drawn), method(*args, **options)

@@ -6,7 +6,6 @@ real part. The functions below make those of training; `trial.py` makes further 
 
 import contextlib
 import copy
-import functools
 import inspect
 import itertools
 import math
@@ -273,12 +272,9 @@ class PaddingProcessor(StandIn):
 
 def in_own_precision(vae: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Returns a context without autocast for an autoencoder that asks for it (`force_upcast` in its config)."""
-    can_autocast = torch.amp.is_autocast_available(device.type)  # not so of models on paper
-    if (
-        can_autocast
-        and getattr(vae.config, "force_upcast", False)
-        and torch.is_autocast_enabled(device.type)
-    ):
+    is_available = torch.amp.is_autocast_available(device.type)  # not so for models on paper
+    is_enabled = is_available and torch.is_autocast_enabled(device.type)
+    if is_enabled and getattr(vae.config, "force_upcast", False):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
@@ -338,10 +334,10 @@ def replaying(real: Any) -> Callable[[], StandIn]:
                 answers.append(compute(*args, **options))
             return answers[index]
 
-        methods = (
-            {"encode": functools.partial(answer, real.encode)} if hasattr(real, "encode") else {}
-        )
-        return StandIn(real, call=functools.partial(answer, real), **methods)
+        methods = {"call": partial(answer, real)}
+        if hasattr(real, "encode"):
+            methods["encode"] = partial(answer, real.encode)
+        return StandIn(real, **methods)
 
     return make
 
@@ -391,9 +387,8 @@ class Lockstep:
                 parts[name] = StandIn(part, call=call, dtype=dtype_of(part))
             for name, part in self._encoders.items():
                 mode = partial(self._ask, partial(_mode, part), replies)
-                parts[name] = StandIn(
-                    part, encode=lambda pixels, mode=mode: posterior_of(mode(pixels))
-                )
+                encode = lambda pixels, mode=mode: posterior_of(mode(pixels))
+                parts[name] = StandIn(part, encode=encode)
             if methods:
                 stand_ins = {name: make() for name, make in methods.items()}
                 parts["image_processor"] = StandIn(self._images, **stand_ins)
@@ -635,7 +630,7 @@ def dropping_encoder(real: Any, shown: Tensor) -> StandIn:
 
 
 @dataclass(frozen=True)
-class Place:
+class ArgumentPlace:
     """A place among a denoiser's arguments with a number that belongs to a sample, such as its image's height.
 
     Attributes:
@@ -677,7 +672,7 @@ def _flat(tree: Any) -> tuple[list[tuple[pytree.KeyPath, Any]], pytree.TreeSpec]
     return pytree.tree_flatten_with_path(tree, lambda node: type(node) not in (tuple, list, dict))
 
 
-def per_sample(real: Any, places: Sequence[Place], values: Mapping[str, Tensor]) -> Any:
+def per_sample(real: Any, places: Sequence[ArgumentPlace], values: Mapping[str, Tensor]) -> Any:
     """Returns a denoiser that takes numbers of each sample in place of the pipeline's, which are for all.
 
     Args:

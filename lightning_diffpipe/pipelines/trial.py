@@ -24,9 +24,9 @@ from transformers.utils import ModelOutput
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.one_step import OTHERWISE, TIME, OneStep, Tail, patched
 from lightning_diffpipe.pipelines.stand_ins import (
+    ArgumentPlace,
     Certain,
     Draw,
-    Place,
     StandIn,
     given,
     in_type,
@@ -34,7 +34,7 @@ from lightning_diffpipe.pipelines.stand_ins import (
 )
 
 _NO_SIZE = (
-    ". sample_size is None in the config of its {0}, of which many pipelines make the size they draw: set it to "
+    ". sample_size is None in the config of its {0}, of which many pipelines make the size of samples: set it to "
     "rows of latents, as {0}.register_to_config(sample_size=64) does"
 )
 
@@ -48,7 +48,7 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
             and decoder are not called.
 
     Raises:
-        ConfigurationError: Training cannot follow: noise is drawn or the denoiser called several times in a
+        ConfigurationError: Training cannot follow: noise is sampled or the denoiser called several times in a
             step, samples cannot have timesteps of their own, latents are changed in a way that cannot be
             undone, or the pipeline expects something else of its scheduler.
     """
@@ -131,7 +131,7 @@ class Trial:
         denoiser = StandIn(parts[step.denoiser], call=predict, dtype=self._dtype)
         self._parts[step.denoiser] = denoiser
         if step.decoder is not None:
-            self._parts[step.decoder] = self._noting(step.decoder, parts[step.decoder])
+            self._parts[step.decoder] = self._recording(step.decoder, parts[step.decoder])
         self._device = next(iter(parts[step.denoiser].parameters())).device
         self._drawn: list[tuple[int, ...]] = []
 
@@ -166,23 +166,20 @@ class Trial:
 
         return pytree.tree_map_only(Tensor, repeat, answer)
 
-    def _noting(self, name: str, decoder: nn.Module) -> StandIn:
-        """Returns an autoencoder that notes what it encodes, in double precision.
+    def _recording(self, name: str, decoder: nn.Module) -> StandIn:
+        """Returns an autoencoder that records what it encodes, in double precision.
 
         Kernels of lower precision sum in an order that depends on how many images there are. References, which a
-        pipeline makes as large as those it draws, are encoded as their means, and so are images of models on paper.
+        pipeline makes as large as its samples, are encoded as their means, and so are images of models on paper.
         """
-        wide, of_shapes = (
-            functools.cache(lambda: copy.deepcopy(decoder).double()),
-            encoding_means(decoder),
-        )
-        is_on_paper = next(decoder.parameters()).is_meta
+        wide = functools.cache(lambda: copy.deepcopy(decoder).double())
+        of_shapes, is_on_paper = encoding_means(decoder), next(decoder.parameters()).is_meta
 
         def encode(pixels: Tensor, *args: Any, **options: Any) -> Any:
             self._calls[name].append(pixels)
             if not (self._step.reads_references or is_on_paper):
                 encoded = wide().encode(pixels.double(), *args, **options)
-                if hasattr(encoded, "latent_dist"):  # drawn from, it would differ from run to run
+                if hasattr(encoded, "latent_dist"):  # samples of it would differ from run to run
                     encoded.latent_dist.std = torch.zeros_like(encoded.latent_dist.std)
                 return encoded
             return of_shapes(pixels)
@@ -229,7 +226,7 @@ class Trial:
         counts = len(self._drawn), len(self._calls[self._step.denoiser]), len(decoded)
         if counts != (1, 1, 1):
             raise ConfigurationError(
-                f"in one step {self._step.name} draws noise {counts[0]} times, calls its denoiser {counts[1]} "
+                f"in one step {self._step.name} samples noise {counts[0]} times, calls its denoiser {counts[1]} "
                 f"times and decodes {counts[2]} times; training can follow pipelines that do each of them once: "
                 + OTHERWISE
             )
@@ -252,8 +249,8 @@ class Trial:
         if not self._step.reads_references:
             return {self._step.image: images}
         in_8_bits = (images * 255).byte().permute(0, 2, 3, 1).numpy()
-        pictures = [Image.fromarray(image) for image in in_8_bits]
-        return {self._step.image: pictures if len(pictures) > 1 else pictures[0]}
+        files = [Image.fromarray(image) for image in in_8_bits]
+        return {self._step.image: files if len(files) > 1 else files[0]}
 
     def reads_several(self) -> bool:
         """Returns whether a sample may have several images, by a run with two."""
@@ -265,7 +262,7 @@ class Trial:
             return False
         return True
 
-    def place_of_time(self) -> Place:
+    def place_of_time(self) -> ArgumentPlace:
         """Determines the argument that gives the denoiser the time, by runs with one time for all samples.
 
         Raises:
@@ -297,7 +294,7 @@ class Trial:
             if is_line and torch.allclose(offset, offset.flatten()[0], atol=1e-3):
                 line = (x.flatten()[0].item() for x in (factor, offset))
                 self._step.time = times[1]
-                return Place(path, TIME, 0, None, *line, fixed)
+                return ArgumentPlace(path, TIME, 0, None, *line, fixed)
         raise ConfigurationError(
             f"{self._step.name} does not tell its denoiser the time by one argument with a number for each sample; "
             f"{len(changed)} of those it gives change with the time"
@@ -311,7 +308,7 @@ class Trial:
         def draw(shape: Sequence[int]) -> Tensor:
             if len(shape) < 2 or shape[0] != 3:
                 raise ConfigurationError(
-                    f"for three samples {self._step.name} draws noise {tuple(shape)}; the first axis must be "
+                    f"for three samples {self._step.name} samples noise {tuple(shape)}; the first axis must be "
                     "that of the samples"
                 )
             return latents.setdefault(0, torch.randn(tuple(shape), generator=generator))
@@ -364,7 +361,7 @@ class Trial:
             )
         return None
 
-    def places_of_sizes(self) -> tuple[Place, ...]:
+    def places_of_sizes(self) -> tuple[ArgumentPlace, ...]:
         """Determines the arguments that give the denoiser sizes, by two runs with other numbers.
 
         Raises:
@@ -394,7 +391,7 @@ class Trial:
                         f"{self._step.name} does not tell its denoiser {', '.join(self._step.sizes)} by the "
                         "numbers themselves; give one value for all samples in `call` (model.call)"
                     )
-                places.append(Place(path, *of[numbers], column))
+                places.append(ArgumentPlace(path, *of[numbers], column))
         return tuple(places)
 
     def tail(self) -> Tail:
@@ -442,7 +439,7 @@ class Trial:
                     return self.tail()
                 raise ConfigurationError(
                     f"{self._step.name} mixes the image that it animates into the noise that it starts from, and "
-                    "not in the method that draws it, so that training cannot start from noisy videos alone; "
+                    "not in the method that samples it, so that training cannot start from noisy videos alone; "
                     + OTHERWISE
                 ) from refusal
             raise refusal
@@ -504,9 +501,7 @@ def _is_per_channel(values: Tensor) -> bool:
 def _is_row(together: Any, alone: Any, index: int, count: int) -> bool:
     """Returns whether the arguments of one sample by itself are its row, or its entry, of those of several."""
     if isinstance(together, Tensor):
-        if not isinstance(alone, Tensor):
-            return False
-        if together.ndim != alone.ndim:
+        if not isinstance(alone, Tensor) or together.ndim != alone.ndim:
             return False
         rows = [together]
         for axis, (length, rest) in enumerate(zip(together.shape, alone.shape, strict=True)):

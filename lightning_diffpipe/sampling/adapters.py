@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.graph.placement import placeholder_of
-from lightning_diffpipe.sampling.digests import digest_of_tensor
+from lightning_diffpipe.graph.versions import digest_of_tensor
 from lightning_diffpipe.sampling.skeleton import ChangedWeights, StateDict, Weights
 
 MERGE = "save the trained module with save_pretrained(folder), which merges adapters"
@@ -41,6 +41,8 @@ SECOND = "transformer_2"
 """The second denoiser of pipelines that have one for noisier times and one for the others (Wan 2.2)."""
 
 _ADAPTER = "file"
+_ENCODER = "image_encoder"
+_IMAGE, _EMBEDDINGS = "ip_adapter_image", "ip_adapter_image_embeds"
 
 
 def refuse_adapted(names: Collection[str], origin: str) -> None:
@@ -67,6 +69,12 @@ def lora_files(path: Path, parts: Mapping[str, Any]) -> dict[Path, dict[str, Any
     second = {name: part for name, part in parts.items() if name == SECOND}
     files = {path: first, path if path.is_file() and not first else path / SECOND: second}
     return {file: of_file for file, of_file in files.items() if of_file}
+
+
+def weights_of(part: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the weights of a part, by their names in it, among those of all parts."""
+    own = {name: value for name, value in weights.items() if name.startswith(f"{part}.")}
+    return {name.removeprefix(f"{part}."): value for name, value in own.items()}
 
 
 def name_in_file(part: str) -> str:
@@ -120,9 +128,8 @@ class StoredLora:
             "metadata": metadata or None,
             "low_cpu_mem_usage": True,
         }
-        if not any(
-            ".lora_" in name or ".lora." in name or "_lora." in name for name in self._weights
-        ):
+        marks = (".lora_", ".lora.", "_lora.")
+        if not any(mark in name for name in self._weights for mark in marks):
             raise CheckpointError(
                 f"{self.path} has no adapters ({', '.join(sorted(self._weights)[:3]) or 'nothing'}); a LoRA has "
                 "pairs such as unet.mid_block.to_q.lora_A.weight and lora_B.weight"
@@ -135,9 +142,8 @@ class StoredLora:
 
     def digest(self, part: str) -> str:
         """Returns a digest of its adapters of a part, which ranks compare."""
-        prefix, is_there = f"{name_in_file(part)}.", part in self.parts()
-        pairs = [(n, digest_of_tensor(v)) for n, v in self._weights.items() if n.startswith(prefix)]
-        return f"{self._scale} {sorted(pairs) if is_there else []}"
+        own = weights_of(name_in_file(part), self._weights) if part in self.parts() else {}
+        return f"{self._scale} {sorted((n, digest_of_tensor(v)) for n, v in own.items())}"
 
     def layers(self, name: str, part: nn.Module) -> dict[str, Any]:
         """Returns peft's layers of a part, by their names there, which is left as it was.
@@ -148,7 +154,7 @@ class StoredLora:
         if name not in self.parts():
             return {}
         try:
-            layers = self._put_into(name, part, _ADAPTER)
+            layers = self.adapt(name, part, _ADAPTER)
         finally:
             for key, layer in _layers_of(part).items():
                 part.set_submodule(key, layer.get_base_layer())
@@ -158,12 +164,8 @@ class StoredLora:
             layer.set_scale(_ADAPTER, self._scale)
         return layers
 
-    def adapt(self, name: str, part: nn.Module) -> None:
-        """Adds peft's layers to a part in float32, for further training; raises CheckpointError as `layers`."""
-        self._put_into(name, part, "default")
-
-    def _put_into(self, name: str, part: nn.Module, adapter: str) -> dict[str, Any]:
-        """Adds peft's layers to a part, and returns them by name if they are all that the file has of it."""
+    def adapt(self, name: str, part: nn.Module, adapter: str = "default") -> dict[str, Any]:
+        """Adds peft's layers to a part in float32, and returns them by name; raises CheckpointError as `layers`."""
         tensors = [key for key in self._weights if key.startswith(f"{name_in_file(name)}.")]
         try:
             self._load(name, part, adapter)
@@ -335,10 +337,6 @@ def add_to_others(parts: Mapping[str, Any], denoiser: str, loras: Collection[Sto
         add_to_part(parts[name], name, loras)
 
 
-_ENCODER = "image_encoder"
-_IMAGE, _EMBEDDINGS = "ip_adapter_image", "ip_adapter_image_embeds"
-
-
 class ExtendedWeights(ChangedWeights):
     """Stored weights of a denoiser, and of the adapters that were loaded into it."""
 
@@ -471,7 +469,7 @@ def with_ip_adapters(
         raise ConfigurationError(
             f"ip_adapters={scales}: {type(pipeline).__name__} takes no such scales ({error}); take numbers"
         ) from error
-    return ExtendedWeights(weights, StateDict(added, "", files))
+    return ExtendedWeights(weights, StateDict(added, files))
 
 
 def _num_layer_tensors(path: Path) -> int:

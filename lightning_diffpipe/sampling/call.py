@@ -11,8 +11,9 @@ A first run of the pipeline's call on rank 0 finds it (`dry_run.py`). Every rank
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -42,8 +43,6 @@ from lightning_diffpipe.sampling.schedulers import (
     takes_more,
     with_timesteps_on,
 )
-
-_NAN = float("nan")
 
 
 @dataclass
@@ -86,7 +85,7 @@ class Samples:
         inner: `inner` of the denoiser's arguments by their places, 0 for those that all samples share. An argument
             that is not named has rows of samples if it has as many rows as the latents.
         reason: Reason for which ranks cannot divide the samples, or None.
-        copies: Whether the loop copies the first prediction of a step before it asks for the second.
+        copies_first: Whether the loop copies the first prediction of a step before it asks for the second.
     """
 
     num: int
@@ -94,7 +93,7 @@ class Samples:
     inputs: int = 1
     inner: Mapping[str, int] = field(default_factory=dict)
     reason: str | None = None
-    copies: bool = False
+    copies_first: bool = False
 
     def rows(self, size: int, inner: int, samples: Collection[int]) -> list[int]:
         """Returns the rows of some samples, in order."""
@@ -318,7 +317,7 @@ class Call:
             rows = [row - self.index * num_rows for row in rows]
         if len(rows) == num_rows:
             return Prediction((out,))
-        whole = out.new_full((num_rows, *out.shape[1:]), float("nan"))
+        whole = out.new_full((num_rows, *out.shape[1:]), math.nan)
         whole[rows] = out
         return Prediction((whole,))
 
@@ -381,9 +380,9 @@ class Call:
 
         def unknown(early: Any, late: Any) -> Any:
             if not isinstance(early, Tensor) or early is late:
-                return _NAN if isinstance(early, float) and early != late else early
+                return math.nan if isinstance(early, float) and early != late else early
             dtype = early.dtype if early.is_floating_point() else torch.get_default_dtype()
-            return torch.full_like(early, float("nan"), dtype=dtype)
+            return torch.full_like(early, math.nan, dtype=dtype)
 
         return [
             pytree.tree_map(unknown, early, late) for early, late in zip(first, last, strict=True)
@@ -416,7 +415,7 @@ class Call:
                     f"{self.phases[0].start} {self.pipeline.name} gives it {rows[0]} and {rows[1]}, as with "
                     "skipped layers; leave guidance at 1"
                 )
-            if self.separable.copies:
+            if self.separable.copies_first:
                 raise ConfigurationError(
                     f"guidance=2 lets halves of the ranks compute one of two calls of the denoiser each, and "
                     f"{self.pipeline.name} copies the first prediction before the second is known; leave guidance "
@@ -458,7 +457,7 @@ class Call:
         mine = range(start, stop)
         here, steps = self.rows_of(start, stop), dict(self.step_arguments)
         scheduler = self.scheduler
-        if isinstance(steps.get("generator"), (list, tuple)):  # each draws for its own sample
+        if isinstance(steps.get("generator"), (list, tuple)):  # one for each sample
             steps["generator"] = [steps["generator"][i] for i in mine]
         elif here and not takes_more(scheduler):  # else the pipeline steps it alone, on all rows
             # Of a cascade, whose denoisers each begin with the first timestep, those of the first.
@@ -522,11 +521,9 @@ class Call:
         whole, timesteps = moved((self.whole, self.timesteps), device)
         return replace(self, phases=phases, whole=whole, timesteps=timesteps)
 
-    @contextmanager
-    def sampling_alike(self, rank: int) -> Iterator[None]:
+    def sampling_alike(self, rank: int) -> AbstractContextManager[None]:
         """Gives default generators the states of rank 0's; afterwards other ranks get their own states back."""
-        with sampling_from(self.random_states, self.latents.device, restores=rank > 0):
-            yield
+        return sampling_from(self.random_states, self.latents.device, restores=rank > 0)
 
 
 def _with_latents(arguments: Mapping[str, Any], latents: Tensor) -> dict[str, Any]:

@@ -4,13 +4,13 @@ Problem: ranks denoise together, and then rank 0 decodes alone, with the time an
 images and videos that is much. Idea: where tiles or slices are turned on, diffusers decodes these one by one, and
 calls the decoder for each, or for each frame of a tile. Its own code is run with a decoder that answers:
 
-    rank 0      looks      no call is computed: how many are there, and which continue an earlier one?    Division
+    rank 0      counts     no call is computed: how many are there, and which continue an earlier one?    Division
     all ranks   compute    their own calls; others give an `Absent`, and so does everything made of one
     rank 0      replays    results of all ranks, in the order of calls                                    images
 
 So no autoencoder's tiles or seams are written here, and images are those of one rank with the same tiles, bit for
 bit. A call continues an earlier one if it is given what that left: a list of features, or a cache that it returned.
-These are of one rank. Decoders that draw noise, or remember something in their modules, are left to rank 0. Nothing
+These are of one rank. Decoders that sample noise, or keep something in their modules, are left to rank 0. Nothing
 is sent before all ranks have computed, so that one that fails keeps none waiting.
 
 Source: `enable_tiling` and `enable_slicing` of diffusers' autoencoders.
@@ -93,11 +93,11 @@ def _decoded(
     return answered.decode(*given["args"], **given["kwargs"])
 
 
-# ------------------------------------------------------------------------------------------ looking
+# ----------------------------------------------------------------------------------------- counting
 
 
 def divide(
-    vae: nn.Module, given: Mapping[str, Any], num_ranks: int, looked: dict[str, Any]
+    vae: nn.Module, given: Mapping[str, Any], num_ranks: int, known: dict[str, Any]
 ) -> Division | None:
     """Divides the calls that a `decode` makes of the decoder, as evenly as sizes allow; None if one rank has all.
 
@@ -105,15 +105,15 @@ def divide(
         vae: The autoencoder.
         given: Arguments of its `decode`: `args` and `kwargs`.
         num_ranks: Ranks that can compute.
-        looked: Properties of the decoder, which is examined once; added to.
+        known: Properties of the decoder, which is examined once; added to.
     """
     groups, costs = list[int](), Counter[int]()  # of each call, calls that one rank has to compute
     # Objects that calls have read or returned, with their group, by id; held, so that ids stay theirs.
     group_of: dict[int, tuple[Any, int]] = {}
 
     def answer(arguments: dict[str, Any]) -> Any:
-        if not looked:
-            looked["returned"] = _returned(vae.decoder, arguments)
+        if not known:
+            known["returned"] = _returned(vae.decoder, arguments)
         leaves = pytree.tree_leaves(arguments)
         # Into lists and dictionaries a call may write; others may be what an earlier one has returned.
         stop = lambda x: isinstance(x, list | dict)
@@ -121,18 +121,18 @@ def divide(
         objects = [x for x in (*objects, *leaves) if not isinstance(x, _KEEPS_NOTHING)]
         continued = {group_of[id(x)][1] for x in objects if id(x) in group_of}
         reads_result = any(isinstance(x, Absent) for x in leaves)
-        if looked["returned"] is None or reads_result or len(continued) > 1:
+        if known["returned"] is None or reads_result or len(continued) > 1:
             raise GraphError("calls that depend on each other")
         group = continued.pop() if continued else len(costs)
         groups.append(group)
         costs[group] += next(x.numel() for x in leaves if isinstance(x, Tensor))
-        others = [object() for _ in pytree.tree_leaves(looked["returned"])[1:]]
+        others = [object() for _ in pytree.tree_leaves(known["returned"])[1:]]
         group_of.update({id(x): (x, group) for x in (*objects, *others)})
-        return Division((), looked["returned"]).answer(None, others)
+        return Division((), known["returned"]).answer(None, others)
 
     try:
         _decoded(vae, answer, given, {})
-    except Exception:  # also of code that looks at what it has decoded
+    except Exception:  # also of code that reads what it has decoded
         return None
     # The dearest group first, each to the rank with the least to compute.
     rank_of, loads = dict[int, int](), [0] * num_ranks
@@ -140,13 +140,13 @@ def divide(
         rank_of[group] = loads.index(min(loads))
         loads[rank_of[group]] += cost
     owners = tuple(rank_of[group] for group in groups)
-    return Division(owners, looked["returned"]) if len(set(owners)) > 1 else None
+    return Division(owners, known["returned"]) if len(set(owners)) > 1 else None
 
 
 def _returned(decoder: nn.Module, arguments: dict[str, Any]) -> Any:
     """Returns the outline of a call's output, as a `Division` has it, by a call on fake tensors.
 
-    None if the decoder draws numbers, leaves something in its modules, or cannot be run so.
+    None if the decoder samples numbers, leaves something in its modules, or cannot be run so.
     """
 
     def run(model: nn.Module, mode: TrackedFakeMode) -> Any:
@@ -174,7 +174,7 @@ def _attributes(model: nn.Module) -> list[Any]:
 
 
 class _Draws(TorchDispatchMode):
-    """Notes whether anything draws random numbers."""
+    """Finds out whether anything samples random numbers."""
 
     any = False
 
@@ -208,7 +208,7 @@ class Decoding:
         compare: Refuses, on all ranks, one that other ranks have otherwise.
         guard: Context of work that all ranks do together: an error ends the request on all of them.
         device: Device of this rank.
-        looked: Properties of decoders from earlier requests, by name; added to.
+        known: Properties of decoders from earlier requests, by name; added to.
         others_wait: On rank 0, whether all ranks have sampled, so that others wait for latents to decode.
         num_calls: Calls of the decoder that each rank has computed; on rank 0, empty if that decoded alone.
         num_bytes: Bytes that were sent to rank 0.
@@ -220,7 +220,7 @@ class Decoding:
     compare: Callable[[str], None]
     guard: Callable[[], AbstractContextManager[None]]
     device: torch.device
-    looked: dict[str, dict[str, Any]]
+    known: dict[str, dict[str, Any]]
     others_wait: bool = False
     num_calls: list[int] = field(default_factory=list)
     num_bytes: int = 0
@@ -250,8 +250,8 @@ class Decoding:
         """Decodes on all ranks if the calls can be divided, else on rank 0; called there."""
         division, arguments = None, {"args": args, "kwargs": kwargs}
         if self.others_wait:  # else a callback decodes in the middle of the loop
-            num_ranks, looked = self.world.num_ranks, self.looked.setdefault(name, {})
-            division = divide(vae, arguments, num_ranks, looked)
+            known = self.known.setdefault(name, {})
+            division = divide(vae, arguments, self.world.num_ranks, known)
         if division is None:
             return type(vae).decode(vae, *args, **kwargs)
         settings = {n: x for n, x in vars(vae).items() if isinstance(x, _PLAIN)}
@@ -272,7 +272,7 @@ class Decoding:
             self.compare(job.name)
             arguments = moved(restored(job.given, self.device), self.device)
             outputs = world.agree("decoding", lambda: self._computed(job, part, arguments))
-            shapes = world.gather([TensorShape.of(x) for x in outputs])
+            shapes = world.links.gather_object([TensorShape.of(x) for x in outputs])
             if world.rank > 0:
                 for each in outputs:
                     links.send(each, 0, "images")

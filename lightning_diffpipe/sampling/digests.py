@@ -109,9 +109,9 @@ class Identity:
 @raised_by_all()
 def refuse_other_models(world: World, mine: Identity) -> None:
     """Raises ConfigurationError on all ranks if one has other arguments, config or weights; collective."""
-    if len(set(world.gather(mine.digest))) == 1:
+    if len(set(world.links.gather_object(mine.digest))) == 1:
         return
-    first, *others = world.gather(mine)
+    first, *others = world.links.gather_object(mine)
     for rank, other in enumerate(others, start=1):
         if other.digest != first.digest:
             raise ConfigurationError(_difference(first, rank, other))
@@ -142,7 +142,7 @@ def refuse_other_request(rank: int, mine: Mapping[str, str], first: Mapping[str,
         name = names[0]
         raise ConfigurationError(
             f"rank {rank} was asked for {name}={mine.get(name)}, but rank 0 for {name}={first.get(name)}: all "
-            "ranks draw one request together, give it to all alike"
+            "ranks sample one request together, give it to all alike"
         )
 
 

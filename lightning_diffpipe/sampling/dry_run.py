@@ -35,6 +35,7 @@ from lightning_diffpipe.sampling.loop import (
     Prediction,
     Step,
     attention_processors,
+    callbacks_in,
     latents_name,
     predicted_zeros,
     restored,
@@ -46,7 +47,6 @@ from lightning_diffpipe.sampling.record import LoopEnds, Record, copied
 
 _OF_PROMPTS = ("prompt", "prompts", "class_labels", "prompt_embeds")
 _PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
-_NAN = float("nan")
 _log = logging.getLogger(__name__)
 
 
@@ -93,7 +93,7 @@ def dry_run_of(call: PipelineCall) -> Call:
 
 def _for_trial(call: PipelineCall) -> PipelineCall:
     """Returns a call without callbacks, whose checks a user has for true latents, and with own generators."""
-    callbacks = {n for n, v in call.arguments.items() if n.startswith("callback") and callable(v)}
+    callbacks = callbacks_in(call.arguments)
     others = {n: v for n, v in call.arguments.items() if n not in callbacks}
     return replace(call, arguments=restored(snapshot(others)))
 
@@ -126,7 +126,7 @@ class _ObservedRun:
         self._is_looping = True
         self.record.in_loop |= self.record.asked_last
         self._calls.setdefault(name, []).append(copied(arguments))  # pipelines may write into them
-        out = predicted_zeros(self._parts[name], arguments, _NAN)
+        out = predicted_zeros(self._parts[name], arguments, math.nan)
         self._predicts_more = bool(out[0].isnan().any())  # channels beyond those of the latents
         return out
 
@@ -140,14 +140,14 @@ class _ObservedRun:
             request.step_arguments = copied(snapshot(step.options))
             if self._predicts_more and not step.prediction.isnan().any():
                 request.channels = step.sample.shape[1]
-        self._note_calls(step)
+        self._add_calls(step)
         self.timesteps.append(step.timestep)
         self._calls.clear()
         if len(self.timesteps) == self._num_steps:
             raise LoopEnds
         return step.take(step.prediction.nan_to_num())
 
-    def _note_calls(self, step: Step) -> None:
+    def _add_calls(self, step: Step) -> None:
         phases, denoisers = self.request.phases, tuple(sorted(self._calls))
         calls = list(itertools.chain(*self._calls.values()))
         if calls and not (phases and phases[-1].goes_on(denoisers, calls)):
@@ -164,12 +164,9 @@ class _ObservedRun:
 
 
 def _as_first(first: Any, before: Any, now: Any) -> Any:
-    """Returns the arguments of a step; what was the same in all steps so far is the object of the first step.
+    """Returns the arguments of a step, given the return value for the step before.
 
-    Args:
-        first: Arguments of the first step.
-        before: Return value for the step before.
-        now: Arguments of this step.
+    What was the same in all steps so far is the object of the first step.
     """
     flat, spec = pytree.tree_flatten(now)
     (ones, one_spec), (others, other_spec) = map(pytree.tree_flatten, (first, before))
@@ -246,7 +243,7 @@ def _half_marked(x: Tensor) -> Tensor:
     """Returns a copy with NaN in the first half of the rows, or of the tokens."""
     axis = 1 if x.ndim == 3 else -2
     x = x.clone()
-    x.narrow(axis, 0, x.shape[axis] // 2).fill_(_NAN)
+    x.narrow(axis, 0, x.shape[axis] // 2).fill_(math.nan)
     return x
 
 
@@ -263,8 +260,8 @@ def observe_samples(call: Call) -> Call:
     first_call = call.steps[0][0]
     try:
         with settings_restored(call.pipeline.parts):
-            copies = len(call.steps[0]) == 2 and _copies_first_prediction(call)
-            samples = replace(samples, copies=copies)
+            copies_first = len(call.steps[0]) == 2 and _copies_first_prediction(call)
+            samples = replace(samples, copies_first=copies_first)
             rows, name = _rows_per_sample(call, num)
             samples = replace(samples, inner=inner_of(rows, name, 1, first_call))
             if num > 1:
@@ -293,7 +290,7 @@ def _copies_first_prediction(call: Call) -> bool:
         out = predicted_zeros(call.pipeline.parts[name], arguments)
         answers.append(out[0])
         for i, answer in enumerate(answers):
-            answer.copy_(_random(answer, i)) if len(answers) > 1 else answer.fill_(_NAN)
+            answer.copy_(_random(answer, i)) if len(answers) > 1 else answer.fill_(math.nan)
         return out
 
     def on_step(step: Step) -> Any:
@@ -391,7 +388,7 @@ class _MarkedSampleRun:
             if inputs is None:
                 raise InseparableError("the pipeline's own code brings samples together")
             self.inputs = inputs
-            out[marked] = _NAN
+            out[marked] = math.nan
         elif self._num_left == 1 and len(latents) > self._num:
             raise InseparableError("one step does not show the order of rows of its guidance")
         return Prediction((out,))
@@ -403,7 +400,7 @@ class _MarkedSampleRun:
         self._num_left -= 1
         after = _random(step.sample, self._num_left)
         if self._num_left > 0:
-            after[marked] = _NAN
+            after[marked] = math.nan
         return step.answer(after)
 
     def _decode(self, *args: Any, **options: Any) -> Any:
@@ -413,7 +410,7 @@ class _MarkedSampleRun:
     def _refuse_marked(self, *values: Any) -> None:
         leaves = [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
         if any(bool(x.isnan().any()) for x in leaves):
-            raise InseparableError("what it draws is not known from its last step alone")
+            raise InseparableError("what it samples is not known from its last step alone")
 
 
 def count_samples(arguments: Mapping[str, Any]) -> tuple[int, int]:
@@ -427,11 +424,9 @@ def count_samples(arguments: Mapping[str, Any]) -> tuple[int, int]:
 def with_more_samples(
     arguments: Mapping[str, Any], known: Collection[str]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields arguments of a pipeline for more samples, with their number: the first that can be sampled will do.
+    """Yields arguments for more samples, with their number, for a pipeline that takes arguments of `known` names.
 
-    Args:
-        arguments: Arguments of the request.
-        known: Names of all that the pipeline takes.
+    The first that can be sampled will do.
     """
     prompts, each = count_samples(arguments)
 

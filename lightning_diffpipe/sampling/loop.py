@@ -20,6 +20,7 @@ import copy
 import functools
 import inspect
 import itertools
+import math
 import re
 import types
 from collections import Counter, OrderedDict
@@ -50,9 +51,9 @@ from lightning_diffpipe.sampling.schedulers import HostTimesteps, takes_generato
 
 _DENOISER = re.compile(r"(transformer|unet|prior|upscaler)(_\d+)?")
 _LATENTS = ("sample", "hidden_states", "x", "latents")
-_METHODS = ("encode_prompt",)
-"""Recorded as a whole, since they answer much less than the parts that they ask."""
-_NAN = float("nan")
+_SHAPES: WeakKeyDictionary[nn.Module, dict[torch.Size, torch.Size]] = WeakKeyDictionary()
+Compute = Callable[[dict[str, Any]], Any]
+ExchangeBranches = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def denoisers_among(names: Any) -> list[str]:
@@ -147,13 +148,10 @@ class PipelineCall:
             return Replayed(name, replayed, part, self.device, num_calls)
 
         attributes |= {name: stand_in(name, self.parts.get(name)) for name in self.names}
-        for name in _METHODS:
-            if callable(method := getattr(pipeline, name, None)):
-                attributes[name] = (
-                    _recorded(method, f"self.{name}", record)
-                    if record is not None
-                    else _replayed(method, f"self.{name}", replayed, num_calls)
-                )
+        if callable(method := getattr(pipeline, "encode_prompt", None)):
+            # As a whole, since it answers much less than the parts that it asks.
+            recording = _recorded(method, record), _replayed(method, replayed, num_calls)
+            attributes["encode_prompt"] = recording[record is None]
         attributes["_progress_bar_config"] = {"disable": True}
         call = getattr(pipeline, self.method) if self.method != "__call__" else pipeline
         # Every run samples the same, and what it changes in place no other run sees.
@@ -205,29 +203,29 @@ class PipelineCall:
         )
 
 
-def _recorded(method: Callable[..., Any], path: str, record: Record) -> Callable[..., Any]:
+def _recorded(method: Callable[..., Any], record: Record | None) -> Callable[..., Any]:
     """Returns a method whose answers are recorded, instead of those of the parts that it asks."""
 
     @functools.wraps(method)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         before = {name: [*answers] for name, answers in record.answers.items()}
         answer = method(*args, **kwargs)
-        record.answers.clear()
-        record.answers.update(before)
-        record.answers.setdefault(path, []).append(answer)
+        record.answers = before
+        record.answers.setdefault(method.__name__, []).append(answer)
         return copied(answer)
 
     return recorded
 
 
 def _replayed(
-    method: Callable[..., Any], path: str, record: Record, num_calls: Counter[str]
+    method: Callable[..., Any], record: Record, num_calls: Counter[str]
 ) -> Callable[..., Any]:
     """Returns a method that gives its recorded answers in their order, and runs after the last of them."""
 
     @functools.wraps(method)
     def replayed(*args: Any, **kwargs: Any) -> Any:
-        return next_answer(record, path, num_calls, lambda: method(*args, **kwargs))
+        ask = functools.partial(method, *args, **kwargs)
+        return next_answer(record, method.__name__, num_calls, ask)
 
     return replayed
 
@@ -301,6 +299,11 @@ def _of_samples(answer: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, 
         return Prediction((list(predictions.unbind()),))
 
     return denoise
+
+
+def callbacks_in(arguments: Mapping[str, Any]) -> set[str]:
+    """Returns the names of the arguments of a pipeline's call that are callbacks."""
+    return {n for n, value in arguments.items() if n.startswith("callback") and callable(value)}
 
 
 def _is_batch(name: str, value: Any) -> bool:
@@ -379,7 +382,7 @@ def latents_name(arguments: Mapping[str, Any]) -> str:
             return name
     raise ConfigurationError(
         "the denoiser takes each sample as a tensor of its own, of other shapes, and no rank can share such a "
-        "list; draw with diffusers alone"
+        "list; sample it with diffusers alone"
     )
 
 
@@ -425,9 +428,6 @@ def predicted_zeros(
     if latents.ndim > 3 and out.shape[1] == 2 * latents.shape[1]:
         out[:, latents.shape[1] :] = beyond
     return Prediction((out,))
-
-
-_SHAPES: WeakKeyDictionary[nn.Module, dict[torch.Size, torch.Size]] = WeakKeyDictionary()
 
 
 def _shape_of_prediction(
@@ -522,10 +522,6 @@ class Step:
         devices = [self.sample.device] if self.sample.device.type == "cuda" else []
         with torch.random.fork_rng(devices, enabled=not from_default):
             self.take(torch.zeros_like(self.prediction), torch.zeros_like(self.sample))
-
-
-Compute = Callable[[dict[str, Any]], Any]
-ExchangeBranches = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class PipelineLoop(Loop):
@@ -670,7 +666,7 @@ class PipelineLoop(Loop):
             raise ConfigurationError(
                 f"{self._pipeline.name} gives its {self.call.denoiser} {', '.join(other)}, unlike in its first "
                 "run, which has no callbacks: one has ended guidance, perhaps. Ranks and patches rely on what that "
-                "has shown: leave the callback out, or draw with method=single on one rank"
+                "has shown: leave the callback out, or sample with method=single on one rank"
             )
 
     def _conditions_changed(self, event: _Denoise) -> bool:
@@ -703,7 +699,7 @@ class PipelineLoop(Loop):
         event = self._event
         branches = []
         for values in self.exchange(take(prediction).contiguous()):
-            whole = torch.full_like(prediction, _NAN)
+            whole = torch.full_like(prediction, math.nan)
             put(whole, values)
             branches.append(self._embedded(whole))
         num_channels = branches[0].shape[1]
@@ -782,7 +778,7 @@ class PipelineLoop(Loop):
     def _unknown(self, event: _Denoise) -> Prediction:
         """Returns a prediction of NaN, in place of one that another rank computes."""
         zeros = predicted_zeros(self._pipeline.parts[event.name], event.arguments)
-        return Prediction(torch.full_like(x, _NAN) for x in zeros)
+        return Prediction(torch.full_like(x, math.nan) for x in zeros)
 
     def _run_to_step(self) -> None:
         """Runs to the next step of the scheduler; predictions before it, which this rank does not need, are NaN."""
@@ -798,7 +794,7 @@ class PipelineLoop(Loop):
             is_alone = self.call.rows is None and self._branch is None
             raise (LoopInterruptedError if is_alone else SamplingError)(
                 f"{self._pipeline.name} ended its loop earlier than its first run had shown; a "
-                "callback may interrupt it only where one rank draws all prompts by itself, with method=single"
+                "callback may interrupt it only where one rank samples all prompts by itself, with method=single"
             )
         return self._event
 
@@ -816,6 +812,6 @@ class PipelineLoop(Loop):
             assert isinstance(self._event, _Denoise)
             num_rows = len(self._event.arguments[latents_name(self._event.arguments)])
             num_rows //= 1 if self._by_calls else 2
-        whole = x.new_full((num_rows, *x.shape[1:]), _NAN)
+        whole = x.new_full((num_rows, *x.shape[1:]), math.nan)
         whole[self.call.rows] = x
         return whole

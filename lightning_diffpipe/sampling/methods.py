@@ -31,7 +31,7 @@ from lightning_diffpipe.planning.sampling_rule import (
 )
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
-from lightning_diffpipe.sampling.loop import settings_restored
+from lightning_diffpipe.sampling.loop import callbacks_in, settings_restored
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     SEQUENCE_MODES,
@@ -44,21 +44,16 @@ from lightning_diffpipe.sampling.skeleton import load_weights
 from lightning_diffpipe.sampling.source import Source
 from lightning_diffpipe.sampling.step_caches import refuse_cache, refuse_cache_of, step_cache_named
 from lightning_diffpipe.sampling.tracing.attention import compile_blocks, set_attention
-from lightning_diffpipe.sampling.world import Axis, MeshLinks, SamplingMesh, World, fit_mesh
+from lightning_diffpipe.sampling.world import AXES, Axis, MeshLinks, SamplingMesh, World, fit_mesh
 
 _WARMUP_STEPS = {"distrifusion": 4, "naive": 0}
 """Synchronous steps where none are asked for; 1 for other methods."""
 
-METHODS = ("pipefusion", "distrifusion", "sequence", "single", "naive", "synchronous")
 CHOOSABLE = ("single", "sequence", "synchronous", "pipefusion", "distrifusion")
 """Those that `method="auto"` chooses among."""
 
-_SAMPLERS: dict[str, type] = {
-    "single": OneProcess,
-    "sequence": SequenceParallel,
-    "pipefusion": PipeFusion,
-}
-"""The sampler of each method; DistriFusion is that of all others."""
+_SAMPLERS: dict[str, type] = dict.fromkeys(AXES, DistriFusion)
+_SAMPLERS |= {"single": OneProcess, "sequence": SequenceParallel, "pipefusion": PipeFusion}
 _GIVEN = {"model", "links", "sequence_links", "num_patches", "warmup_steps"}
 _CALLED_OTHERWISE = {"torch_dtype": "dtype"}  # as diffusers says it
 
@@ -68,7 +63,7 @@ class MethodOptions:
     """Method, mesh and further options by which ranks share the work.
 
     Attributes:
-        method: One of `METHODS`, or `"auto"`.
+        method: One of `AXES`, or `"auto"`.
         num_patches: Patches of PipeFusion; None takes as many as stages.
         warmup_steps: Sampler warm-up: synchronous steps at the start, or `"auto"`; None takes what suits the
             method.
@@ -110,7 +105,7 @@ class MethodOptions:
                 require_number(name, getattr(self, name), 1, whole=True)
         require_choice("decoding", self.decoding, ("auto", "rank_0"))
         require_choice("compile", self.compile, (None, "blocks"))
-        if self.num_patches is not None and self.method in set(METHODS) - {"pipefusion"}:
+        if self.num_patches is not None and self.method in AXES.keys() - {"pipefusion"}:
             raise ConfigurationError(
                 f"num_patches={self.num_patches} is of method=pipefusion; method={self.method} has no patches, "
                 "leave it out"
@@ -123,10 +118,15 @@ class MethodOptions:
             return _WARMUP_STEPS.get(self.method, 1)
         return self.warmup_steps
 
+    @property
+    def patches(self) -> int | None:
+        """Patches of PipeFusion on the mesh; None for other methods."""
+        return (self.num_patches or self.mesh.parallel) if self.method == "pipefusion" else None
+
 
 def options_taken(method: str) -> set[str]:
     """Returns the names of a method's own options, without those that the Predictor sets itself."""
-    sampler = _SAMPLERS.get(method, DistriFusion)
+    sampler = _SAMPLERS[method]
     names = set(inspect.signature(sampler).parameters) - _GIVEN
     return names - {"mode"} if sampler is DistriFusion else names
 
@@ -141,7 +141,7 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
         ConfigurationError: There is no such method, mesh or option.
     """
     method, given = options.method, {axis: getattr(options, axis) for axis in get_args(Axis)}
-    require_choice("method", method, (*METHODS, "auto"))
+    require_choice("method", method, (*AXES, "auto"))
     takers = [options_taken(name) for name in (CHOOSABLE if method == "auto" else (method,))]
     if not any(set(options.further) <= names for names in takers):
         raise _unknown(options, set().union(*takers))
@@ -166,7 +166,7 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
 
 def _refuse_hooks(options: MethodOptions) -> None:
     """Raises ConfigurationError for compiled blocks, or a step cache, with which the method cannot work."""
-    if options.compile and _SAMPLERS.get(options.method, DistriFusion) is DistriFusion:
+    if options.compile and _SAMPLERS[options.method] is DistriFusion:
         raise ConfigurationError(
             f"compile=blocks: with method={options.method} ranks answer convolutions, norms and attention inside "
             "blocks, where compilers leave nothing to answer; take pipefusion, sequence or single, or leave it out"
@@ -206,26 +206,19 @@ def make_sampler(
     model: nn.Module, links: Links, sequence_links: Links, options: MethodOptions
 ) -> Sampler:
     """Builds the sampler of a rank; raises ConfigurationError for options that the method does not take."""
-    warmup: Any = options.synchronous_steps
+    given: dict[str, Any] = {"warmup_steps": options.synchronous_steps}
     try:
         match options.method:
             case "single":
                 return OneProcess(**options.further)
             case "pipefusion":
-                patches = options.num_patches or options.mesh.parallel
-                return PipeFusion(
-                    model,
-                    links,
-                    num_patches=patches,
-                    warmup_steps=warmup,
-                    sequence_links=sequence_links,
-                    **options.further,
-                )
+                given |= {"num_patches": options.patches, "sequence_links": sequence_links}
+                return PipeFusion(model, links, **given, **options.further)
             case "sequence":
                 return SequenceParallel(model, sequence_links, **options.further)
             case mode:
-                mode = "displaced" if mode == "distrifusion" else mode
-                return DistriFusion(model, links, mode=mode, warmup_steps=warmup, **options.further)
+                given["mode"] = "displaced" if mode == "distrifusion" else mode
+                return DistriFusion(model, links, **given, **options.further)
     except TypeError as error:
         raise ConfigurationError(f"method={options.method}: {error}") from error
 
@@ -309,7 +302,7 @@ class Chooser:
         return replace(options, warmup_steps=options.synchronous_steps)
 
     def refuse(self, options: MethodOptions, error: DiffPipeError) -> None:
-        """Notes a method with which the model cannot be sampled, or else this choice, not to be tried again."""
+        """Records a method with which the model cannot be sampled, or else this choice, not to be tried again."""
         # Functions after it hold a worker and latents.
         self._refused.append((options, error.with_traceback(None)))
 
@@ -358,10 +351,8 @@ def free_memory(device: torch.device) -> int | None:
 
 def refuse_request(call: Call, options: MethodOptions) -> None:
     """Raises ConfigurationError if ranks cannot share such a request by a method, whatever its denoiser is."""
-    mesh, patches = options.mesh, 1
+    mesh, patches = options.mesh, options.patches or 1
     _refuse_hooks(options)
-    if options.method == "pipefusion":
-        patches = options.num_patches or mesh.parallel
     # Ranks, or patches, share calls of the denoiser.
     if max(mesh.parallel, mesh.sequence, mesh.guidance, patches) > 1:
         call.refuse_steps(options.method)
@@ -369,10 +360,7 @@ def refuse_request(call: Call, options: MethodOptions) -> None:
             replace(call, phases=[phase]).branch(0)
         if options.method == "pipefusion":
             call.refuse_rows(options.synchronous_steps)
-    if patches > 1 and any(
-        name.startswith("callback") and callable(value)
-        for name, value in call.pipeline.arguments.items()
-    ):
+    if patches > 1 and callbacks_in(call.pipeline.arguments):
         raise ConfigurationError(
             "a callback is given the latents of a step, which under PipeFusion ends for one patch after the "
             "other; leave it out, or take on_step=, num_patches=1 or another method"
@@ -391,13 +379,13 @@ class Worker:
         timeout_s: float,
     ) -> None:
         self.options, self.world = options, world
-        self.place = MeshLinks(
+        self.mesh_links = MeshLinks(
             options.mesh, world.rank, device, world.backend, timeout_s,
             chained=options.method == "pipefusion",
         )  # fmt: skip
         self._model, self._weights = source.denoiser, source.weights
         self._sampler: Any = make_sampler(
-            self._model, self.place.links, self.place.sequence_links, options
+            self._model, self.mesh_links.links, self.mesh_links.sequence_links, options
         )
         self._of_others: dict[str, Any] = {}  # samplers of further denoisers, by their names
         self._begin(0)
@@ -412,7 +400,7 @@ class Worker:
             ConfigurationError: Ranks cannot share such a request by this method.
         """
         refuse_request(call, self.options)
-        if self.place.mesh.sequence > 1 and self._sampler.sequence_mode == "ring":
+        if self.mesh_links.mesh.sequence > 1 and self._sampler.sequence_mode == "ring":
             refuse_without_normaliser(self._model, call.latents.device)
         share = self._share(call)
         if not len(share.latents):
@@ -448,9 +436,9 @@ class Worker:
                         **({} if index else prepared),
                     )
                     phases.append(sampler.statistics)
-            self.place.branches.finish()
+            self.mesh_links.branches.finish()
         except DiffPipeError as error:
-            error.leaves_messages = self.place.leaves_messages()
+            error.leaves_messages = self.mesh_links.leaves_messages()
             raise
         finally:
             self._model.train(was_training)
@@ -465,21 +453,21 @@ class Worker:
 
     def _share(self, call: Call) -> Call:
         """Returns the request for the samples that ranks at this rank's position on the data axis have."""
-        start, stop = self.place.shares_of(call.num_shares)[self.place.data]
+        start, stop = self.mesh_links.shares_of(call.num_shares)[self.mesh_links.data]
         return call if stop - start == call.num_shares else call.samples(start, stop)
 
     def _request(self, call: Call) -> tuple[Any, Request]:
         """Returns the sampler of the request's denoiser, and the request for this rank's branch of guidance."""
         exchange = None
-        if self.place.mesh.guidance == 2:
-            call, exchange = call.branch(self.place.guidance), self.place.exchange
+        if self.mesh_links.mesh.guidance == 2:
+            call, exchange = call.branch(self.mesh_links.guidance), self.mesh_links.exchange
         if call.denoiser == call.pipeline.denoisers[0]:
             sampler, model = self._sampler, self._model
         else:
             model = call.pipeline.parts[call.denoiser]
             if call.denoiser not in self._of_others:
                 prepare_denoiser(model, self.options)
-                links = self.place.links, self.place.sequence_links
+                links = self.mesh_links.links, self.mesh_links.sequence_links
                 self._of_others[call.denoiser] = make_sampler(model, *links, self.options)
             sampler = self._of_others[call.denoiser]
         is_shared = self.options.method != "single" or self.options.cache is not None
@@ -488,7 +476,7 @@ class Worker:
                 f"{call.denoiser} has a step cache of its own (enable_cache), which works with method=single only; "
                 "take it off (disable_cache), and give cache= to the Predictor"
             )
-        halves = (self.place.branches,) if call.divided == "batch" else ()
+        halves = (self.mesh_links.branches,) if call.divided == "batch" else ()
         request = replace(call.request(model, exchange), cache=self.options.cache, halves=halves)
         sampler.model = request.model  # with the ControlNets of this request
         return sampler, request
@@ -504,12 +492,12 @@ class Worker:
                 "before, as fuse_qkv_projections does: leave that out, and open LoRA files by loras={FILE: SCALE}"
             )
         absent = {name for name, p in self._model.named_parameters() if is_placeholder(p)}
-        if self.options.method != "pipefusion" or self.place.links.num_ranks == 1:
+        if self.options.method != "pipefusion" or self.mesh_links.links.num_ranks == 1:
             load_weights(self._model, self._weights, absent)
             self._weights = None
             return {}
         setting = sampler.prepare(request)
-        rank = self.place.links.rank
+        rank = self.mesh_links.links.rank
         parameters = dict(request.model.named_parameters())
         names = resident_parameters(request.model, setting.layout, setting.stages, rank)
         resident = {id(parameters[name]) for name in names}
@@ -524,11 +512,13 @@ class Worker:
         Returns:
             On rank 0 the final latents of all samples; elsewhere what was given.
         """
-        mesh, links = self.place.mesh, self.world.links
+        mesh, links = self.mesh_links.mesh, self.world.links
         if mesh.data == 1:
             return latents
-        shares = self.place.shares_of(call.num_shares)
-        leads = self.place.guidance == self.place.parallel == self.place.sequence == 0
+        shares = self.mesh_links.shares_of(call.num_shares)
+        leads = (
+            self.mesh_links.guidance == self.mesh_links.parallel == self.mesh_links.sequence == 0
+        )
         if self.world.rank != 0:
             if leads and len(latents):
                 links.send(latents, 0, "result")
@@ -559,4 +549,4 @@ class Worker:
 
     def _sent_outside(self) -> Traffic:
         """Returns the bytes sent so far outside the sampler."""
-        return self.place.branches.traffic.plus(self.world.links.traffic)
+        return self.mesh_links.branches.traffic.plus(self.world.links.traffic)

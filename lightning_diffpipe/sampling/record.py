@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -273,7 +274,7 @@ class Controls:
             past[str(shapes)] = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), answer)
 
         def unknown(x: torch.Tensor) -> torch.Tensor:
-            return torch.full((), float("nan"), dtype=x.dtype, device=self._device).expand(x.shape)
+            return torch.full((), math.nan, dtype=x.dtype, device=self._device).expand(x.shape)
 
         answer = pytree.tree_map_only(torch.Tensor, unknown, past[str(shapes)])
         self._asked.append((name, arguments, pytree.tree_leaves(answer)))

@@ -40,8 +40,10 @@ from lightning_diffpipe.sampling.request import OneProcess, Request
 from lightning_diffpipe.sampling.tracing.layout import Layout
 from lightning_diffpipe.sampling.tracing.marks import finite_placeholders, mixing_operator
 
-_log = logging.getLogger(__name__)
+REMEDY_OF_MEMORY = "take more stages or ranks, or sample fewer or smaller images at a time"
+REMEDY_OF_PATCHES = "sample it in one process or with num_patches=1"
 
+_log = logging.getLogger(__name__)
 
 Predict = Callable[[Request], Tensor]
 """Runs a request that shows the model the same latents in every step, and returns the last prediction."""
@@ -215,9 +217,6 @@ def error_against(links: Links, plain: Callable[[], Any], parts: Any, warning: s
 
 # ------------------------------------------------------------------------------------ failures
 
-REMEDY_OF_MEMORY = "take more stages or ranks, or draw fewer or smaller images at a time"
-REMEDY_OF_PATCHES = "sample it in one process or with num_patches=1"
-
 
 @contextlib.contextmanager
 def needing_memory(where: str, remedy: str) -> Iterator[None]:
@@ -238,9 +237,7 @@ def needing_memory(where: str, remedy: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing(
-    where: str,
-    remedy: str = REMEDY_OF_PATCHES,
-    cause: str = "a block expects all tokens",
+    where: str, remedy: str = REMEDY_OF_PATCHES, cause: str = "a block expects all tokens"
 ) -> Iterator[None]:
     """Gives a reason for errors of a model that runs on the whole, but not in parts.
 
@@ -263,9 +260,8 @@ def failing(
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether an error is for lack of memory; only torch's own allocator has a class for it."""
     signs = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-    return isinstance(error, RuntimeError) and (
-        isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
-    )
+    is_signed = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    return is_signed or isinstance(error, torch.OutOfMemoryError)
 
 
 def forget_variables(error: BaseException | None) -> None:

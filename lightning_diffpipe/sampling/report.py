@@ -50,14 +50,12 @@ class SamplingStatistics:
 
     def followed_by(self, other: SamplingStatistics) -> SamplingStatistics:
         """Joins the statistics of two parts of a request."""
-        synchronous = None
-        if self.num_synchronous is not None and other.num_synchronous is not None:
-            synchronous = self.num_synchronous + other.num_synchronous
+        counts = self.num_synchronous, other.num_synchronous
         return SamplingStatistics(
             self.traffic.plus(other.traffic),
             self.step_s + other.step_s,
             self.total_s + other.total_s,
-            synchronous,
+            None if None in counts else sum(counts),
         )
 
 
@@ -203,13 +201,10 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
     if not isinstance(warmup_steps, int):
         synchronous = (rank.num_synchronous for rank in ranks)
         warmup_steps = next((steps for steps in synchronous if steps is not None), None)
-    patches = None
-    if options.method == "pipefusion":
-        patches = options.num_patches or options.mesh.parallel
     return SamplingReport(
         method=options.method,
         mesh=str(options.mesh),
-        num_patches=patches,
+        num_patches=options.patches,
         warmup_steps=warmup_steps if approximate else None,
         reason=options.reason,
         num_steps=num_steps,

@@ -3,11 +3,11 @@
 A scheduler's step is elementwise in the latents for nearly all samplers, so rows can be stepped separately, by
 copies with a history of their own. Whether that holds is not looked up in a list but tried: two halves are stepped
 by two copies through all timesteps and compared with the whole. Thresholding by quantiles, Brownian trees and
-whatever else looks at all rows fails the test and is refused by name.
+whatever else reads all rows fails the test and is refused by name.
 
-Noise is no obstacle: what a copy draws is cut out of noise of full shape, sampled once per step from the request's
-own generator, so that a stochastic sampler, too, gives what it gives in one process. The same holds for ranks that
-divide the samples among them.
+Noise is no obstacle: what a copy samples is cut out of noise of full shape, sampled once per step from the
+request's own generator, so that a stochastic sampler, too, gives what it gives in one process. The same holds for
+ranks that divide the samples among them.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def for_samples(
     timesteps = scheduler.timesteps if timesteps is None else timesteps
     if not is_elementwise(scheduler, timesteps, latents.ndim, -latents.ndim):
         raise ConfigurationError(
-            f"{type(scheduler).__name__} looks at all samples in one step, or its noise is not drawn by "
+            f"{type(scheduler).__name__} reads all samples in one step, or its noise is not sampled by "
             "torch.randn, so they cannot be divided over ranks: leave data at 1, or use another scheduler"
         )
     plain, noise = type(scheduler), _NoiseOfWhole(0)

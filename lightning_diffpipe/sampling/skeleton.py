@@ -19,13 +19,12 @@ files, they take no memory until their rank places them.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import re
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +54,9 @@ from lightning_diffpipe.quantization import (
 from lightning_diffpipe.sampling.digests import digest_of_tensor, digests_of_safetensors
 
 _NAMES_SHOWN = 3
+_PACKAGES = ("bitsandbytes", "torchao")
+_PLAIN_DTYPE = torch.float16  # of the weights of which bitsandbytes makes those of 8 bits
+_REPLACING = threading.RLock()
 _STEM = "diffusion_pytorch_model"
 _SCALES = re.compile(r"\.weight\.|\.SCB$|\._weight_")
 _FLOATS = {
@@ -228,15 +230,10 @@ def stored_dtype(folder: Path, variant: str | None = None) -> torch.dtype | None
 
 
 class StateDict(Weights):
-    """Weights that are in memory, or mapped into it, under a prefix."""
+    """Weights that are in memory, or mapped into it."""
 
-    def __init__(self, values: Mapping[str, Tensor], prefix: str, origin: str) -> None:
-        self.origin = origin
-        self._values = {
-            name.removeprefix(prefix): value
-            for name, value in values.items()
-            if name.startswith(prefix)
-        }
+    def __init__(self, values: Mapping[str, Tensor], origin: str) -> None:
+        self.origin, self._values = origin, dict(values)
 
     def names(self) -> set[str]:
         """Returns all stored names."""
@@ -264,41 +261,22 @@ class ChangedWeights:
         return getattr(self._weights, name)
 
 
-_REPLACING = threading.RLock()
-
-
-@contextmanager
-def replaced_in_this_thread(
-    cls: type, name: str, replacement: Callable[..., Any]
-) -> Iterator[None]:
-    """Replaces a method of a class; calls of other threads get the original one.
-
-    One thread does so at a time, or the first to end would give back what the other has replaced.
-    """
-    thread = threading.get_ident()
-    with _REPLACING:
-        original = getattr(cls, name)
-
-        @functools.wraps(original)
-        def chosen(*args: Any, **kwargs: Any) -> Any:
-            here = threading.get_ident() == thread
-            return (replacement if here else original)(*args, **kwargs)
-
-        with mock.patch.object(cls, name, chosen):
-            yield
-
-
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    register = nn.Module.register_parameter
+    """Context in which modules that this thread makes get parameters on the meta device.
 
-    def register_without_memory(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":
-            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        register(self, name, parameter)
+    One thread does so at a time, or the first to end would put back the method that the other has replaced.
+    """
+    with _REPLACING:
+        register, thread = nn.Module.register_parameter, threading.get_ident()
 
-    with replaced_in_this_thread(nn.Module, "register_parameter", register_without_memory):
-        yield
+        def register_on_meta(self: nn.Module, name: str, p: nn.Parameter | None) -> None:
+            if threading.get_ident() == thread and p is not None and not p.is_meta:
+                p = nn.Parameter(p.detach().to("meta"), p.requires_grad)
+            register(self, name, p)
+
+        with mock.patch.object(nn.Module, "register_parameter", register_on_meta):
+            yield
 
 
 def skeleton(
@@ -351,13 +329,9 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
 
 
 def refuse_names(cls: str, origin: str, names: Collection[str], num_known: int | None) -> None:
-    """Raises CheckpointError if there are names that only the model has, or only the files have.
+    """Raises CheckpointError if there are names of tensors that only a model has, or only its files have.
 
-    Args:
-        cls: Class of the model.
-        origin: Path of its files.
-        names: Names of tensors that are missing, or stored and unknown.
-        num_known: Number of tensors of the model, if they are missing; None if they are stored and unknown.
+    They are missing of `num_known` tensors of the model, or stored and unknown if that is None.
     """
     if not names:
         return
@@ -370,7 +344,7 @@ def refuse_names(cls: str, origin: str, names: Collection[str], num_known: int |
     raise CheckpointError(
         f"{origin} has {len(names)} tensors that the config of {cls} does not know: {shown}; is its config.json "
         "another model's, or are its weights quantized (SCB, absmax and scale are stored with such)? Without them "
-        "other images would be drawn"
+        "other images would be sampled"
     )
 
 
@@ -412,9 +386,6 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
     replace_parameters(model, quantized)
 
 
-_PACKAGES = ("bitsandbytes", "torchao")
-
-
 def quantization_config(folder: Path) -> dict[str, Any] | None:
     """Returns the stored quantization config of a component's folder; None for plain weights.
 
@@ -443,12 +414,7 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
 
 
 def opened_weights(folder: Path, variant: str | None, stem: str | None = None) -> Weights:
-    """Opens a `SafetensorsFolder`, whose weights may be stored quantized.
-
-    Raises:
-        ConfigurationError: See `quantization_config`.
-        CheckpointError: See `SafetensorsFolder`.
-    """
+    """Opens a folder, whose weights may be quantized; raises as `quantization_config` and `SafetensorsFolder`."""
     config = quantization_config(folder)
     weights = SafetensorsFolder(folder, variant, *filter(None, [stem]))
     return weights if config is None else QuantizedWeights(weights, config)
@@ -499,13 +465,8 @@ class QuantizedWeights(ChangedWeights):
 
     def quantized_bytes(self) -> Mapping[str, int]:
         """See `Weights`."""
-        weights = {
-            each: name for name, members in self._members.items() for each in members.values()
-        }
-        sizes = Counter[str]()
-        for member, tensor in self._weights.read(weights.keys()):  # mapped, so that nothing is read
-            sizes[weights[member]] += tensor.nbytes
-        return sizes
+        read, items = self._weights.read, self._members.items()  # mapped, so that nothing is read
+        return {name: sum(x.nbytes for _, x in read(each.values())) for name, each in items}
 
     def _made(self, name: str, tensors: dict[str, Tensor]) -> QuantizedWeight:
         if self._header:
@@ -515,15 +476,10 @@ class QuantizedWeights(ChangedWeights):
         if "SCB" in tensors:
             if int(tensors.get("weight_format", 0)):
                 raise ValueError("its layout is not that of rows")
-            return Weight8Bit(
-                {"packed": packed, "scales": tensors["SCB"]}, {}, packed.shape, _SAVED
-            )
+            scaled = {"packed": packed, "scales": tensors["SCB"]}
+            return Weight8Bit(scaled, {}, packed.shape, _PLAIN_DTYPE)
         dtype = getattr(torch, self._config.get("bnb_4bit_compute_dtype") or "float32")
         return Weight4Bit.stored(packed, tensors, dtype)
-
-
-_SAVED = torch.float16
-"""Type of the plain weights of which bitsandbytes makes those of 8 bits."""
 
 
 def load_transformer(cls: Any, folder: Path, dtype: torch.dtype, variant: str | None) -> nn.Module:

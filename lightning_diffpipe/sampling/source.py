@@ -290,11 +290,10 @@ class DiffusersFolder:
         for name, entry in entries.items():
             if is_component(entry) and entry[0] == "diffusers":
                 kind = getattr(diffusers, entry[1])
-                parts[name] = (
-                    self._outline_of(name, kind)
-                    if issubclass(kind, nn.Module)
-                    else kind.from_config(_config(kind, self._path / name))
-                )
+                if issubclass(kind, nn.Module):
+                    parts[name] = self._outline_of(name, kind)
+                else:
+                    parts[name] = kind.from_config(_config(kind, self._path / name))
         pipeline = cls(**parts | {self.name: self.denoiser} | self._given)
         self._save_memory(pipeline)
         return pipeline
@@ -385,9 +384,9 @@ def _model_index(
     named: Any = stored if pipeline_class is None else pipeline_class
     cls = named if isinstance(named, type) else getattr(diffusers, str(named), None)
     if not (isinstance(cls, type) and issubclass(cls, diffusers.DiffusionPipeline)):
-        origin = (
-            f"{path} is a {named}, which" if pipeline_class is None else f"pipeline_class={named!r}"
-        )
+        origin = f"pipeline_class={named!r}"
+        if pipeline_class is None:
+            origin = f"{path} is a {named}, which"
         if isinstance(named, list | tuple):
             origin = f"{path} is a {named[-1]} of its own {named[0]}.py, whose code is not run unasked; it"
         pipelines = [name for name in dir(diffusers) if name.endswith("Pipeline")]
@@ -398,27 +397,24 @@ def _model_index(
             + "; give a class of your own, a DiffusionPipeline that you have imported, as pipeline_class=CLASS of "
             "Predictor.from_pretrained"
         )
-    index |= {
-        "_class": cls,
-        "_class_name": cls.__name__,
-        "_is_own": isinstance(stored, list | tuple),
-    }
-    signature = inspect.signature(cls.__init__).parameters.values()
-    required = {
-        p.name for p in signature if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
-    }
-    optional = {"self", *getattr(cls, "_optional_components", ())}
-    if pipeline_class and (lacking := sorted(required - optional - index.keys())):
+    is_own = isinstance(stored, list | tuple)
+    index |= {"_class": cls, "_class_name": cls.__name__, "_is_own": is_own}
+    known = ", ".join(n for n in index if not n.startswith("_"))
+    present = {"self", *getattr(cls, "_optional_components", ()), *index}
+    lacking = sorted(
+        p.name
+        for p in inspect.signature(cls.__init__).parameters.values()
+        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in present
+    )
+    if pipeline_class and lacking:
         raise ConfigurationError(
-            f"pipeline_class={cls.__name__} needs {', '.join(lacking)}, which {path} does not have; it has "
-            + ", ".join(n for n in index if not n.startswith("_"))
+            f"pipeline_class={cls.__name__} needs {', '.join(lacking)}, which {path} does not have; it has {known}"
         )
     for name, part in parts.items():
         if name not in index:
             value = "None" if part is None else "..."
             raise ConfigurationError(
-                f"{name}={value}, but the {index['_class_name']} at {path} has no such part; it has "
-                + ", ".join(n for n in index if not n.startswith("_"))
+                f"{name}={value}, but the {cls.__name__} at {path} has no such part; it has {known}"
             )
         if part is None:
             index[name] = (None, None)
@@ -435,27 +431,21 @@ def _config(cls: Any, folder: Path) -> Any:
 
 
 def _load_others(
-    path: Path,
-    index: Mapping[str, Any],
-    parts: Mapping[str, nn.Module],
-    **options: Any,
+    path: Path, index: Mapping[str, Any], parts: Mapping[str, nn.Module], **options: Any
 ) -> Any:
     cls = index["_class"]
     absent = {name: None for name, part in index.items() if _is_absent(part)}
     entries = {n: e for n, e in index.items() if n in inspect.signature(cls).parameters}
     parts = {**parts, **load_networks(str(path), entries, parts, _read_part, **options)}
     try:
-        if index["_is_own"]:  # diffusers would run the folder's code
-            others = {n: e for n, e in entries.items() if n not in parts and not _is_absent(e)}
-            opened = {
-                n: _read_part(str(path), n, e) if is_component(e) else e for n, e in others.items()
-            }
-            pipeline = cls(**absent, **parts, **opened)
-        else:
-            pipeline = cls.from_pretrained(str(path), **options, **parts, **absent)
+        if not index["_is_own"]:
+            return cls.from_pretrained(str(path), **options, **parts, **absent)
+        # diffusers would run the folder's code.
+        others = {n: e for n, e in entries.items() if n not in parts and not _is_absent(e)}
+        read = lambda name, e: _read_part(str(path), name, e) if is_component(e) else e
+        return cls(**absent, **parts, **{n: read(n, e) for n, e in others.items()})
     except Exception as error:
         raise ConfigurationError(f"cannot load the pipeline at {path}: {error}") from error
-    return pipeline
 
 
 def is_component(entry: Any) -> bool:
@@ -611,14 +601,14 @@ def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
         takes_one = option == "prompt" and "str" in kind and "list" not in kind
         if takes_one and len(prompts) > 1:
             raise ConfigurationError(
-                f"this pipeline draws one prompt at a time; got {len(prompts)}: call the predictor for each"
+                f"this pipeline samples one prompt at a time; got {len(prompts)}: call the predictor for each"
             )
         if not takes_one:
             arguments = {k: _of_each_prompt(k, v, len(prompts)) for k, v in arguments.items()}
         arguments[option] = prompts[0] if takes_one else list(prompts)
     elif option is not None and takes[option].default is inspect.Parameter.empty:
         raise ConfigurationError(
-            f"{type(pipeline).__name__} draws from prompts; give a list of them"
+            f"{type(pipeline).__name__} samples from prompts; give a list of them"
         )
     elif prompts is not None and "batch_size" in takes:
         arguments["batch_size"] = len(prompts)
@@ -662,22 +652,18 @@ def images_of(call: PipelineCall, sample: Sample) -> Any:
             ) from error
         raise ConfigurationError(
             f"{call.name} ends in {type(error).__name__} before anything is denoised, with a denoiser that "
-            f"predicts zeros: {error}; "
-            + (
-                _no_step_left(call)
-                or "if it does so in diffusers alone, take another scheduler or other arguments"
-            )
+            f"predicts zeros: {error}; {_no_step_left(call)}"
         ) from error
     _refuse_shapes(request)
     try:
         with settings_restored(call.parts):
-            drawn = request.finish(sample(request))
+            output = request.finish(sample(request))
     finally:
         request.close()
     for attribute in ("images", "frames"):
-        if hasattr(drawn, attribute):
-            return getattr(drawn, attribute)
-    return drawn if isinstance(drawn, Tensor | list) else drawn[0]
+        if hasattr(output, attribute):
+            return getattr(output, attribute)
+    return output if isinstance(output, Tensor | list) else output[0]
 
 
 def _lacking_package(error: Exception) -> str | None:
@@ -689,21 +675,15 @@ def _lacking_package(error: Exception) -> str | None:
 
 
 def _no_step_left(call: PipelineCall) -> str:
-    """Returns a message if the strength leaves no step, with which pipelines fail in torch; else an empty one."""
-    defaults = inspect.signature(type(call.pipeline).__call__).parameters
-    options = {
-        name: call.arguments.get(name, defaults[name].default)
-        for name in ("strength", "num_inference_steps")
-        if name in defaults
+    """Returns the remedy for a failed call; pipelines fail in torch where the strength leaves no step."""
+    values = {
+        name: call.arguments.get(name, parameter.default)
+        for name, parameter in inspect.signature(type(call.pipeline).__call__).parameters.items()
     }
-    if len(options) < 2 or not all(isinstance(value, Real) for value in options.values()):
-        return ""
-    strength, num_steps = options["strength"], options["num_inference_steps"]
-    if strength * num_steps >= 1:
-        return ""
-    return (
-        f"strength={strength} of num_inference_steps={num_steps} is less than a step: raise either"
-    )
+    strength, num_steps = values.get("strength"), values.get("num_inference_steps")
+    if isinstance(strength, Real) and isinstance(num_steps, Real) and strength * num_steps < 1:
+        return f"strength={strength} of num_inference_steps={num_steps} is less than a step: raise either"
+    return "if it does so in diffusers alone, take another scheduler or other arguments"
 
 
 def _refuse_shapes(request: Call) -> None:

@@ -52,6 +52,9 @@ _NAMES = {
 }
 _TIMESTEP = "current_timestep_callback"
 
+DECISION = TensorShape((1,), torch.uint8)
+"""Shape of `StepCache.decision`."""
+
 
 def step_cache_named(cache: Any) -> Any:
     """Returns the configuration of a cache, from its name or from one; its timestep is put in while sampling.
@@ -85,7 +88,7 @@ def step_cache_named(cache: Any) -> Any:
     if named:
         raise ConfigurationError(
             f"cache={type(cache).__name__} has a function as {named}, which does not travel to other ranks; leave "
-            "it out, or draw with method=single and enable_cache of the denoiser"
+            "it out, or sample with method=single and enable_cache of the denoiser"
         )
     return cache
 
@@ -176,7 +179,12 @@ class StepCache:
             except Exception as error:
                 if is_out_of_memory(error) or not _raised_in(error).startswith("diffusers.hooks."):
                     raise
-                raise self._unfit(error) from error
+                kind, model = type(self.config).__name__, type(self._model).__name__
+                raise ConfigurationError(
+                    f"cache={kind}: the hook of diffusers fails on what a {model} returns "
+                    f"({textwrap.shorten(str(error), 100)}); say more in its configuration, such as "
+                    "FasterCacheConfig's tensor_format=BCHW for images, or leave it out"
+                ) from error
         finally:
             watch.remove()
             for module, names in before.items():
@@ -192,14 +200,6 @@ class StepCache:
         kind, model = type(self.config).__name__, type(self._model).__name__
         return ConfigurationError(
             f"cache={kind}: diffusers cannot skip anything in a {model} ({reason}); leave it out"
-        )
-
-    def _unfit(self, error: Exception) -> ConfigurationError:
-        kind, model = type(self.config).__name__, type(self._model).__name__
-        reason = textwrap.shorten(str(error), 100)
-        return ConfigurationError(
-            f"cache={kind}: the hook of diffusers fails on what a {model} returns ({reason}); say more in its "
-            "configuration, such as FasterCacheConfig's tensor_format=BCHW for images, or leave it out"
         )
 
     def _find(self, before: Mapping[nn.Module, Sequence[str]]) -> None:
@@ -333,10 +333,6 @@ class StepCache:
             hook.new_forward(module, **dict.fromkeys(names, tokens))
         finally:
             reference.original_forward = before
-
-
-DECISION = TensorShape((1,), torch.uint8)
-"""Shape of `StepCache.decision`."""
 
 
 def _hooks_of(module: nn.Module) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.sampling.rehearsal import forget_variables
 
 _log = logging.getLogger(__name__)
+Axis = Literal["data", "guidance", "parallel", "sequence"]
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,6 @@ class World:
         """Number of ranks."""
         return self.links.num_ranks
 
-    def gather(self, value: Any) -> list[Any]:
-        """Gathers plain data of all ranks, on all ranks."""
-        return self.links.gather_object(value)
-
     def enter(self, phase: str, works: bool = False) -> None:
         """Publishes the phase that this rank begins, and whether others may wait for it there."""
         watcher.publish(phase=phase, step=-1 if works else 0)
@@ -91,7 +88,7 @@ class World:
 
         Args:
             phase: Name of the phase, for messages.
-            make: May note its steps (`watcher.step`); after the first one, a hang is noticed sooner.
+            make: May count its steps (`watcher.step`); after the first one, a hang is noticed sooner.
             give_up: Breaks the links on which other ranks may wait for this one. Called where `make` failed, if the
                 others do not come by themselves; then at last on all ranks.
 
@@ -157,7 +154,7 @@ class World:
                 work.wait()
             if not any(map(bool, flags)):
                 return []
-            outcomes = self.gather((error, has_given_up))
+            outcomes = self.links.gather_object((error, has_given_up))
         except PipelineTimeoutError:
             if error is None:
                 raise
@@ -213,10 +210,11 @@ def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
         watcher.call("the first connections", make_group)
     links = ProcessLinks.connect([range(num_ranks)], device, "gloo", timeout_s)
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    places = links.gather_object(_Place(socket.gethostname(), gpu, dist.is_nccl_available()))
-    reason = _why_not_nccl(places)
+    device_here = _RankDevice(socket.gethostname(), gpu, dist.is_nccl_available())
+    devices = links.gather_object(device_here)
+    reason = _why_not_nccl(devices)
     backend = "gloo" if reason else "nccl"
-    if rank == 0 and reason and any(place.gpu for place in places):
+    if rank == 0 and reason and any(each.gpu for each in devices):
         _log.warning(
             "messages between GPUs travel over gloo, through host memory, which is slow: NCCL wants a GPU of its "
             "own for each rank, but %s; set LOCAL_RANK, or give each rank its device, such as device='cuda:1'",
@@ -227,7 +225,7 @@ def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
     return World(links, backend)
 
 
-class _Place(NamedTuple):
+class _RankDevice(NamedTuple):
     """Host and GPU of a rank."""
 
     host: str
@@ -236,10 +234,10 @@ class _Place(NamedTuple):
     has_nccl: bool
 
 
-def _why_not_nccl(places: Sequence[_Place]) -> str:
+def _why_not_nccl(devices: Sequence[_RankDevice]) -> str:
     """Returns the reason not to send over NCCL, which needs one GPU for each rank; empty if there is none."""
     seen: dict[tuple[str, str], int] = {}
-    for rank, (host, gpu, has_nccl) in enumerate(places):
+    for rank, (host, gpu, has_nccl) in enumerate(devices):
         if gpu is None:
             return f"rank {rank} computes on a CPU"
         if not has_nccl:
@@ -248,9 +246,6 @@ def _why_not_nccl(places: Sequence[_Place]) -> str:
         if first != rank:
             return f"ranks {first} and {rank} share one of {host}"
     return ""
-
-
-Axis = Literal["data", "guidance", "parallel", "sequence"]
 
 
 @dataclass(frozen=True)
@@ -292,9 +287,8 @@ class SamplingMesh:
         """Returns the ranks that differ along these axes only, one list per group, each in order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.num_ranks):
-            place = self.coordinates(rank)
-            key = tuple(place[name] for name in place if name not in axes)
-            groups.setdefault(key, []).append(rank)
+            at = self.coordinates(rank)
+            groups.setdefault(tuple(at[n] for n in at if n not in axes), []).append(rank)
         return list(groups.values())
 
 
@@ -309,10 +303,12 @@ def fitting_meshes(num_ranks: int, methods_axes: Sequence[Axis]) -> Iterator[Sam
 
 
 AXES: dict[str, tuple[Axis, ...]] = {
-    "single": ("data", "guidance"),
-    "pipefusion": ("data", "guidance", "parallel", "sequence"),
-    **dict.fromkeys(("distrifusion", "naive", "synchronous"), ("data", "guidance", "parallel")),
+    "pipefusion": get_args(Axis),
+    "distrifusion": ("data", "guidance", "parallel"),
     "sequence": ("data", "guidance", "sequence"),
+    "single": ("data", "guidance"),
+    "naive": ("data", "guidance", "parallel"),
+    "synchronous": ("data", "guidance", "parallel"),
 }
 """Axes along which each method can use ranks."""
 

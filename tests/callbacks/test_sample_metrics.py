@@ -212,7 +212,9 @@ def test_images_are_drawn_to_references_of_one_size_at_once():
         if len({*sides}) == 1:
             metric.on_validation_epoch_end(trainer, module)
     assert drawn == [(2, ["0", "1"]), (2, ["2", "3"])]
-    with pytest.raises(ConfigurationError, match=r"of several sizes; draw one .*fid\.batch_size=1"):
+    with pytest.raises(
+        ConfigurationError, match=r"of several sizes; sample one .*fid\.batch_size=1"
+    ):
         metric.on_validation_epoch_end(trainer, module)
 
 
@@ -248,7 +250,7 @@ def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path, monkeypatch):
     trainer = L.Trainer(logger=False, enable_checkpointing=False)
     with pytest.raises(ConfigurationError, match="Classes draws class_labels; leave it out"):
         ClipScore(clip(tmp_path)).setup(trainer, Classes(), "fit")
-    with pytest.raises(ConfigurationError, match="FID draws with the module's own sample"):
+    with pytest.raises(ConfigurationError, match="FID samples with the module's own sample"):
         FID(Features()).setup(trainer, L.LightningModule(), "fit")
     monkeypatch.setitem(sys.modules, "torch_fidelity", None)
     with pytest.raises(ModuleNotFoundError, match="torch_fidelity"):

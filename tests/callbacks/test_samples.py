@@ -247,13 +247,13 @@ def test_models_of_classes_draw_the_classes_of_the_data(tmp_path):
 @pytest.mark.parametrize(
     ("prompts", "module", "data", "message"),
     [
-        (None, Painter(), None, "batches have no 'caption'; say what to draw"),
-        (None, Classes(), Captioned(), "batches have no 'class_labels'; say what"),
+        (None, Painter(), None, "batches have no 'caption'; say which"),
+        (None, Classes(), Captioned(), "batches have no 'class_labels'; say which"),
         (
             ["fog"],
             Follower(),
             Conditioned(["fog"]),
-            "Follower draws to conditions, and prompts that",
+            "Follower samples to conditions, and prompts that",
         ),
         # History: after 500 steps it had no attribute 'sample'.
         (["a"], BoringModel(), None, r"sample\(prompts, .*BoringModel has none; write"),

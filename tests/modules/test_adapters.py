@@ -18,7 +18,7 @@ from torch import nn
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.model_sources import open_source
 from lightning_diffpipe.modules import LatentDiffusion, Lora, PipelineDiffusion, adapters
-from lightning_diffpipe.modules.base_model import BaseModel, sampled
+from lightning_diffpipe.modules.part_files import BaseModel, sampled
 from lightning_diffpipe.sampling.skeleton import load_weights
 from tests.command import call
 from tests.modules.tiny_parts import fit

@@ -103,10 +103,10 @@ def test_it_survives_checkpoints_and_folders(is_grey, tmp_path, batch):
     ("options", "message"),
     [
         ({"unet": {"in_channels": 8, "out_channels": 8}}, "unet takes 8 channels and gives 8: in a cascade"),
-        ({"unet": {"in_channels": 4, "out_channels": 4}}, "the unet draws 1 colors and the upscaler 3; both"),
+        ({"unet": {"in_channels": 4, "out_channels": 4}}, "the unet samples 1 colors and the upscaler 3; both"),
         ({"upscaler": {"in_channels": 12}}, "upscaler takes 12 channels and gives 12: .* twice as many"),
         ({"upscaler": {"class_embed_type": None}}, "class_embed_type=timestep; got None"),
-        ({"unet": {"sample_size": 8}}, "the upscaler draws 8 pixels .* and the base 8: not fewer"),
+        ({"unet": {"sample_size": 8}}, "the upscaler samples 8 pixels .* and the base 8: not fewer"),
         ({"most_noise": 1.5}, "most_noise"),
     ],
 )  # fmt: skip
@@ -128,7 +128,7 @@ def test_grey_images_have_one_channel(batch):
 
 def test_images_of_another_size_are_refused(batch):
     batch = {**batch, "image": batch["image"][..., :4, :4]}
-    with pytest.raises(ConfigurationError, match="upscaler draws 8 pixels, but images have 4"):
+    with pytest.raises(ConfigurationError, match="upscaler samples 8 pixels, but images have 4"):
         loss_of(tiny_cascade(), batch)
 
 

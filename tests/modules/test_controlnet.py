@@ -10,7 +10,7 @@ from lightning_diffpipe.data.captioned import edges
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.model_sources import open_source, refuse_module
 from lightning_diffpipe.modules import Optimization
-from lightning_diffpipe.modules.encoders import tokenize
+from lightning_diffpipe.modules.latent_diffusion import tokenize
 from tests.modules.tiny_parts import (
     SCHEDULERS,
     fit,
@@ -158,7 +158,7 @@ def without_condition(batch):
     ("changed", "message"),
     [
         (without_condition, r"no 'condition', .*data.condition=edges"),
-        (lambda b: {**b, "condition": b["condition"][..., :4]}, r"of 8x4 pixels beside .* 8x8"),
+        (lambda b: {**b, "condition": b["condition"][..., :4]}, r"of 8x4 pixels next to .* 8x8"),
         (
             lambda b: {**b, **dict.fromkeys(("image", "condition"), torch.rand(4, 3, 8, 7))},
             r"no multiple of 2",

@@ -269,7 +269,7 @@ def test_captions_that_push_the_end_of_a_template_out_are_refused(num_long):
 def test_parts_of_a_pipeline_of_conditions_train_as_one_that_animates(tmp_path):
     parts = pipeline_of("ltx", tmp_path / "parts").components
     diffusers.LTXConditionPipeline(**parts).save_pretrained(tmp_path / "ltx")
-    with pytest.raises(ConfigurationError, match=r"draws from image.*pipeline_class"):
+    with pytest.raises(ConfigurationError, match=r"samples from image.*pipeline_class"):
         PipelineDiffusion.from_pretrained(tmp_path / "ltx")
     named = {"pipeline_class": "LTXImageToVideoPipeline", "call": {"max_sequence_length": 8}}
     module = PipelineDiffusion.from_pretrained(tmp_path / "ltx", caption_dropout=0.0, **named)
@@ -362,7 +362,7 @@ def test_every_clip_is_drawn_from_an_image_of_its_own():
     assert drawn.shape == (2, 5, 3, 32, 32)
     assert not torch.allclose(drawn[0], drawn[1])
     with pytest.raises(
-        ConfigurationError, match="WanImageToVideoPipeline draws from an image; give"
+        ConfigurationError, match="WanImageToVideoPipeline samples from an image; give"
     ):
         module.sample(["a"], **size)
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.model_sources import open_source, refuse_module
 from lightning_diffpipe.modules import LatentDiffusion, PipelineDiffusion
-from lightning_diffpipe.modules.encoders import drop_captions, tokenize
+from lightning_diffpipe.modules.latent_diffusion import drop_captions, tokenize
 from tests.modules.tiny_parts import (
     SCHEDULERS,
     fit,

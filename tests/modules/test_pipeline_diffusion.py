@@ -989,7 +989,7 @@ def test_a_pipeline_that_draws_from_images_is_refused_before_weights_are_read(tm
         path.unlink()
     index = tmp_path / "model_index.json"
     index.write_text(index.read_text().replace("XLPipeline", "XLInpaintPipeline"))
-    with pytest.raises(ConfigurationError, match="StableDiffusionXLInpaintPipeline draws from"):
+    with pytest.raises(ConfigurationError, match="StableDiffusionXLInpaintPipeline samples from"):
         LatentDiffusion.from_pretrained(tmp_path)
 
 
@@ -1025,7 +1025,7 @@ def test_two_denoisers_are_refused(tmp_path):
 def test_a_size_that_the_model_does_not_draw_is_named(tmp_path):
     module, batch = module_of("flux", tmp_path), batch_of("flux")
     batch["image"] = nn.functional.pad(batch["image"], (0, 2))
-    with pytest.raises(ConfigurationError, match=r"for height=32, width=34 FluxPipeline draws"):
+    with pytest.raises(ConfigurationError, match=r"for height=32, width=34 FluxPipeline samples"):
         loss_of(module, batch)
 
 

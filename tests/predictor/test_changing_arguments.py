@@ -291,7 +291,7 @@ def test_a_callback_that_ends_guidance_is_refused_by_name(options, ends, changin
     name = "sd3" if ends == "a batch" else "wan"
     given = {**options_of(name), "num_inference_steps": 3, "callback_on_step_end": end}
     names = ["prompt_embeds", "pooled_prompt_embeds"] if ends == "a batch" else ["prompt_embeds"]
-    with pytest.raises(ConfigurationError, match="leave the callback out, or draw with method="):
+    with pytest.raises(ConfigurationError, match="leave the callback out, or sample with method="):
         Predictor.from_pretrained(folder_of(name), **options)(
             ["a"], callback_on_step_end_tensor_inputs=names, **given
         )

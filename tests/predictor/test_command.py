@@ -145,7 +145,7 @@ def test_a_cascade_is_drawn_by_the_command(is_checkpoint, capsys, monkeypatch, t
     for arguments, message in (
         (
             ["sampler=pipefusion"],
-            "sampler=pipefusion shares one denoiser, and a cascade draws with two",
+            "sampler=pipefusion shares one denoiser, and a cascade samples with two",
         ),
         (["sampler=distrifusion", "trainer.devices=2"], "sampler=distrifusion shares one denoiser"),
         (["options={noise_level: 3}"], "noise_level must be a number >= 0 and <= 1; got 3"),

@@ -533,7 +533,7 @@ def test_one_side_that_a_pipeline_would_ignore_is_refused(folder_of):
     """History: Stable Diffusion drew its own size, as it does in diffusers, without a word."""
     predictor = Predictor.from_pretrained(folder_of("stable_diffusion"), "single")
     with pytest.raises(
-        ConfigurationError, match=r"would ignore height=64 without a width, and draw .* give both"
+        ConfigurationError, match=r"would ignore height=64 without a width, and sample .* give both"
     ):
         predictor(prompts_of("any"), **SETTINGS, height=64)
     [image] = Predictor.from_pretrained(folder_of("sdxl"), "single")(["a"], **SETTINGS, height=64)

@@ -158,7 +158,7 @@ def test_a_cascade_is_drawn_as_its_own_sample_does(tmp_path):
             sources[0](["a"], **options)
     for method in ("pipefusion", "distrifusion"):
         message = (
-            f"method={method} shares one denoiser, and a cascade draws with two.*; take single"
+            f"method={method} shares one denoiser, and a cascade samples with two.*; take single"
         )
         with pytest.raises(ConfigurationError, match=message):
             Predictor.from_pretrained(tmp_path / "folder", method)

@@ -378,7 +378,7 @@ def test_bad_input_is_refused_on_all_ranks(job, folder_of, tmp_path):
             overflowing,
             *pixart[1:],
         ),
-        "DDIMScheduler looks at all rows": (refused, *pixart[1:]),
+        "DDIMScheduler reads all rows": (refused, *pixart[1:]),
         "cannot use 2 ranks as guidance=2, parallel=2": job("pixart", guidance=2, parallel=2),
         "have to be divisible by 8": job("pixart", changes={"height": 33}),
         "num_patches=99, but the latents have 16 rows": job("pixart", num_patches=99),

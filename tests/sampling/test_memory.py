@@ -49,7 +49,7 @@ def test_methods_that_were_refused_hold_no_activations():
     def worker(sample):
         return SimpleNamespace(
             options=MethodOptions("pipefusion"), load=lambda call: {}, sample=sample,
-            gather=lambda call, mine: mine, place=SimpleNamespace(abandon=lambda: None),
+            gather=lambda call, mine: mine, mesh_links=SimpleNamespace(abandon=lambda: None),
         )  # fmt: skip
 
     workers = iter([worker(fail), worker(lambda *arguments: "latents")])

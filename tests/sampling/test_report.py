@@ -19,7 +19,7 @@ def test_a_rank_without_a_prompt_reports_nothing_of_the_request_before():
     )
     worker.sample(call, lambda step: None, worker.load(call))
     assert len(worker.report().statistics.step_s) == STEPS
-    worker.place.shares_of = lambda num_samples: [(0, 0)]
+    worker.mesh_links.shares_of = lambda num_samples: [(0, 0)]
     worker.sample(call, lambda step: None, worker.load(call))
     assert worker.report().statistics.step_s == []
 

@@ -104,7 +104,7 @@ def test_eta_is_passed_on(tiny, synchronous):
 def test_a_scheduler_that_looks_at_all_rows_is_refused_by_name(tiny):
     scheduler = make("DDPMScheduler", thresholding=True, sample_max_value=100.0)
     request = request_for("pixart", scheduler, tiny=tiny)
-    with pytest.raises(ConfigurationError, match="DDPMScheduler looks at all rows"):
+    with pytest.raises(ConfigurationError, match="DDPMScheduler reads all rows"):
         knowing(PipeFusion(tiny.model, num_patches=2), "pixart", tiny).sample(request)
     whole = knowing(PipeFusion(tiny.model, num_patches=1), "pixart", tiny)
     whole.sample(request)  # one patch is the whole
@@ -205,7 +205,7 @@ def test_a_scheduler_that_looks_at_all_samples_is_refused_by_name():
 
     scheduler = MeanSubtracting()
     scheduler.set_timesteps(3)
-    with pytest.raises(ConfigurationError, match="MeanSubtracting looks at all samples"):
+    with pytest.raises(ConfigurationError, match="MeanSubtracting reads all samples"):
         for_samples(scheduler, [0], torch.zeros(2, 4, 4, 4))
 
 

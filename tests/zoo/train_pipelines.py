@@ -66,7 +66,7 @@ def refused_by_class() -> dict[str, str]:
         try:
             condition_of(cls)
         except ConfigurationError as error:
-            refused[name] = str(error).partition(" draws from ")[2].partition(", not from")[0]
+            refused[name] = str(error).partition(" samples from ")[2].partition(", not from")[0]
     return refused
 
 

@@ -49,7 +49,6 @@ from lightning_diffpipe.sampling.tracing.attention import Kernel
 from lightning_diffpipe.sampling.tracing.layout import shapes_of
 from lightning_diffpipe.sampling.tracing.marks import has_nan, lines
 
-_NAN = float("nan")
 _VIEWS = {"__getitem__", "narrow", "split", "chunk", "unbind", "select", "index_select", "__get__"}
 
 
@@ -122,21 +121,21 @@ def analyse(call: ModelCall) -> CallAnalysis:
         GraphError: The model mixes rows in a way bands have no rule for; names the operator.
         ConfigurationError: Its strides do not divide the rows.
     """
-    look = _Look(call)
-    analysis = CallAnalysis(sample=look.find_sample(call.latents))
-    run, analysis.outputs = look.mark_rows(analysis.sample)
+    runs = _MarkedRuns(call)
+    analysis = CallAnalysis(sample=runs.find_sample(call.latents))
+    run, analysis.outputs = runs.mark_rows(analysis.sample)
     analysis.unit, analysis.embedders = run.unit(), run.embedders
-    run = look.run(analysis.sample, None)
+    run = runs.run(analysis.sample, None)
     analysis.keys = [JointKeys.of(positions) for positions in run.keys]
     analysis.constant = frozenset(run.constant)
-    for leaf, axis in look.candidates(analysis.sample):
+    for leaf, axis in runs.candidates(analysis.sample):
         # Marks at the end of this axis come out as the last rows.
-        if leaf not in analysis.sliced and look.axes(look.run(leaf, axis).out) == analysis.outputs:
+        if leaf not in analysis.sliced and runs.axes(runs.run(leaf, axis).out) == analysis.outputs:
             analysis.sliced[leaf] = axis
     return analysis
 
 
-class _Look:
+class _MarkedRuns:
     """Runs one call with marks in different places."""
 
     def __init__(self, call: ModelCall) -> None:
@@ -173,7 +172,7 @@ class _Look:
         leaves = [marked if x is whole else x for x in self._leaves]  # ControlNets share theirs
         size = marked.numel() if axis is None else self._marked_part(marked.shape[axis])
         part = marked if axis is None else marked.narrow(axis, marked.shape[axis] - size, size)
-        part.fill_(_NAN)
+        part.fill_(math.nan)
         args, kwargs = pytree.tree_unflatten(leaves, self._tree)
         run = MarkedRun(self, marked, name_spreaders)
         names = {name for name, _ in self._interception.root.named_modules() if name}
@@ -224,14 +223,14 @@ class MarkedRun(Run, TorchFunctionMode):
         spreader: The first function that had marked and clean rows before it and none clean after it.
     """
 
-    def __init__(self, look: _Look, sample: Tensor, name_spreaders: bool = False) -> None:
+    def __init__(self, runs: _MarkedRuns, sample: Tensor, name_spreaders: bool = False) -> None:
         super().__init__()
         self.out: Any = None
         self.keys: list[Tensor] = []
         self.embedders: dict[str, dict[int, int]] = {}
         self.constant: set[str] = set()
         self.spreader: str | None = None
-        self._look, self._sample, self._name = look, sample, name_spreaders
+        self._runs, self._sample, self._name = runs, sample, name_spreaders
         self._num_calls: Counter[str] = Counter()
         self._num_exchanging = 0  # calls of functions that look beyond a band
         self._units: list[float] = []  # rows of the latents for one row after each convolution
@@ -246,7 +245,7 @@ class MarkedRun(Run, TorchFunctionMode):
 
     def unit(self) -> int:
         """Returns the rows that strides and patches take together, or raises ConfigurationError."""
-        unit, num_rows = 1, self._look.num_rows
+        unit, num_rows = 1, self._runs.num_rows
         for rows in self._units:
             if rows > 1 and not rows.is_integer():
                 raise ConfigurationError(
@@ -257,7 +256,7 @@ class MarkedRun(Run, TorchFunctionMode):
         return unit
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a module, and notes whether it embeds the latents or is given a text only."""
+        """Runs a module, and records whether it embeds the latents or is given a text only."""
         num_before, given = self._num_exchanging, (*args, *kwargs.values())
         self._num_calls[site.name] += 1
         out = site.diffpipe_original(*args, **kwargs)
@@ -266,7 +265,7 @@ class MarkedRun(Run, TorchFunctionMode):
         has_positions = not isinstance(site.module, nn.Conv2d | nn.Linear)
         if takes_sample and has_positions and is_local:
             self.embedders = {k: v for k, v in self.embedders.items() if not k.startswith(inside)}
-            self.embedders[site.name] = self._look.axes(out)
+            self.embedders[site.name] = self._runs.axes(out)
         # Functions that look beyond a band are known by their position, so that none is left out later.
         may_run_once = is_local and self._num_calls[site.name] == 1 and len(given) == 1
         if (
@@ -318,12 +317,12 @@ class MarkedRun(Run, TorchFunctionMode):
             self._num_exchanging += 1
         picked = x[..., _centres(rows, x.shape[-2], x.device), :]
         picked = picked[..., _centres(columns, x.shape[-1], x.device)]
-        self._units.append(self._look.num_rows / picked.shape[-2])
+        self._units.append(self._runs.num_rows / picked.shape[-2])
         mixed = picked.mean(-3, keepdim=True)
         return mixed.repeat(*[1] * (x.ndim - 3), weight.shape[0], 1, 1)
 
     def _name_spreader(self, func: Any, inputs: Any, out: Any) -> None:
-        """Notes a function if some rows were marked in what it was given, and all are in what it returned."""
+        """Records a function if some rows were marked in what it was given, and all are in what it returned."""
         name = getattr(func, "__name__", str(func))
         outputs = [x for x in pytree.tree_leaves(out) if _is_float(x) and x.numel() > 1]
         if name in _VIEWS or not outputs or not all(x.isnan().all() for x in outputs):

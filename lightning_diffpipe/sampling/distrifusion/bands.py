@@ -22,6 +22,20 @@ from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError
 
+_WITHOUT_RULE = {
+    F.conv_transpose2d,
+    F.conv3d,
+    F.max_pool2d,
+    F.adaptive_avg_pool2d,
+    F.adaptive_max_pool2d,
+    F.instance_norm,
+    F.batch_norm,
+    F.grid_sample,
+    F.unfold,
+    F.fold,
+    torch.roll,
+}
+
 
 @dataclass(frozen=True)
 class Bands:
@@ -95,21 +109,6 @@ class Bands:
     def resized(self, size: int, rank: int) -> int:
         """Returns the length on another rank of an axis that has `size` on this one."""
         return size * self.rows[rank] // self.size
-
-
-_WITHOUT_RULE = {
-    F.conv_transpose2d,
-    F.conv3d,
-    F.max_pool2d,
-    F.adaptive_avg_pool2d,
-    F.adaptive_max_pool2d,
-    F.instance_norm,
-    F.batch_norm,
-    F.grid_sample,
-    F.unfold,
-    F.fold,
-    torch.roll,
-}
 
 
 def refuse(func: Any) -> None:

@@ -72,6 +72,8 @@ _REMEDY_OF_ANALYSIS = (
 )
 
 BandMode = Literal["displaced", "synchronous", "naive"]
+_lock = threading.Lock()
+_shared: dict[int, tuple[Interception, int]] = {}
 
 
 class DistriFusion:
@@ -112,7 +114,6 @@ class DistriFusion:
         self.group_norm, self.calls_per_message, self.verify = group_norm, calls_per_message, verify
         self.statistics = SamplingStatistics()
         self.num_fallbacks = 0
-        self.num_synchronous = 0
         self.analyses: dict[Any, CallAnalysis] = {}  # the same on all ranks
 
     @KernelsAnswered()
@@ -141,17 +142,12 @@ class DistriFusion:
             finally:
                 self.num_fallbacks = sum(int(call.fallbacks) for _, call in run.calls)
                 run.calls.clear()
-        self.statistics.num_synchronous = self.num_synchronous
         return latents
 
 
 @dataclass
 class DistriFusionRun(Run):
-    """State of one request on this rank.
-
-    Attributes:
-        settings: Digest of the settings of the model; one with others is analysed again.
-    """
+    """State of one request on this rank; a model with another digest of its settings is analysed again."""
 
     sampler: DistriFusion
     request: Request
@@ -171,7 +167,7 @@ class DistriFusionRun(Run):
         request, sampler = self.request, self.sampler
         loop, latents = request.loop(), request.latents
         given_before: Tensor | None = None
-        is_settled, sampler.num_synchronous = False, 0
+        is_settled, sampler.statistics.num_synchronous = False, 0
         for index in range(request.num_steps):
             if sampler.warmup_steps == "auto" and not is_settled:
                 given = request.scaler.scale(latents, index)
@@ -180,7 +176,7 @@ class DistriFusionRun(Run):
                     is_settled = change < sampler.settled
                 given_before = given
             self._step = self._kind_of_step(index, is_settled)
-            sampler.num_synchronous += self._step.synchronous
+            sampler.statistics.num_synchronous += self._step.synchronous
             self._num_calls = 0
             self.cache.begin(index)
             with self.interception.running(self):
@@ -240,14 +236,14 @@ class DistriFusionRun(Run):
     def _analysed(self, call: ModelCall) -> CallAnalysis:
         """Analyses a call on rank 0, and compares it on bands with a plain one; collective."""
 
-        def look() -> CallAnalysis:
+        def analysis_of() -> CallAnalysis:
             with needing_memory("to be analysed on all rows at once", _REMEDY_OF_ANALYSIS):
                 analysis = analyse(call)
             Bands.split(call.latents.shape[-2], self._links.num_ranks, analysis.unit, 0)
             return analysis
 
         with self.stopwatch.learning(), self.cache.off():
-            analysis: CallAnalysis = self._links.broadcast_object(look)
+            analysis: CallAnalysis = self._links.broadcast_object(analysis_of)
             if self.sampler.verify:
                 traffic = self._links.traffic.copy()
                 self._compare(analysis, call)
@@ -292,10 +288,6 @@ class DistriFusionRun(Run):
         exchange = Exchange(self._links, self.sampler.calls_per_message, skips)
         bands, group_norm = self._bands(analysis), self.sampler.group_norm
         return BandCall(analysis, bands, exchange, group_norm, self.cache.hooked)
-
-
-_lock = threading.Lock()
-_shared: dict[int, tuple[Interception, int]] = {}
 
 
 @contextlib.contextmanager
@@ -355,7 +347,7 @@ def emulate(
     network = LoopbackNetwork(num_bands, device, link, timeout_s)
     kwargs = dict(request.step_kwargs) | ({} if default is None else {"generator": default})
 
-    states = snapshot(kwargs)  # a thread draws as if it were a process
+    states = snapshot(kwargs)  # a thread samples as if it were a process
     requests = [replace(request, step_kwargs=restored(states)) for _ in range(num_bands)]
 
     def band(links: Links) -> tuple[Tensor, DistriFusion]:
@@ -371,7 +363,7 @@ def emulate(
             name = type(request.scheduler).__name__
             raise ConfigurationError(
                 f"bands 0 and {rank} of {num_bands} stepped to other latents: {name} or the request's closure "
-                "draws from torch's default generator, which these bands share as threads of one process; give "
+                "uses torch's default generator, which these bands share as threads of one process; give "
                 "it a generator or a seed of its own, or sample with processes"
             )
     return latents, [sampler for _, sampler in results]

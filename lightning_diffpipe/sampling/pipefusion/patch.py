@@ -18,7 +18,7 @@ are run once (`tracing/glue.py`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,9 +44,9 @@ from lightning_diffpipe.sampling.tracing.layout import (
     BETWEEN,
     WHOLE,
     Block,
+    CallPlace,
     Layout,
     Part,
-    Place,
     TokenAxis,
     shapes_of_call,
 )
@@ -86,7 +86,7 @@ class PartRunner:
         self.of_request: dict[Any, Any] = {}
         self.of_step: dict[Any, Any] = {}
         # How often a module that may be skipped calls attention.
-        self.attended: dict[Place, int] = {}
+        self.attended: dict[CallPlace, int] = {}
         # Results of each call without memory; nothing can be written into them, so that all runs share them.
         self.dummies = [block.dummy(self.fill, self.device) for block in layout.blocks]
         places = layout.constants.keys() | layout.step_constants.keys()
@@ -207,10 +207,8 @@ class PartRun(Run):
     def _send_results(self, calls: Sequence[int]) -> None:
         """Sends results of calls to the next rank, which knows their shapes from the layout."""
         for call in calls:
-            block, shapes = (
-                self.runner.layout.blocks[call],
-                list(map(TensorShape.of, self._slices(call))),
-            )
+            block = self.runner.layout.blocks[call]
+            shapes = [TensorShape.of(x) for x in self._slices(call)]
             if shapes != (expected := block.shapes(self.part)):
                 raise LayoutError(
                     f"{block.name} returned {shapes}, and the next rank expects {expected}; take method=single"
@@ -350,39 +348,29 @@ class PartRun(Run):
         where = BETWEEN if self._inside is None else self._inside
         place = (where, site.name, self._turns[where, site.name])
         self._turns[where, site.name] += 1
-        layout, step_cache = self.runner.layout, self.runner.step_cache
-        if place in layout.constants:
-            return self._stored(self.runner.of_request, layout.constants, place, site, args, kwargs)
-        if place in layout.step_constants:
-            return self._stored(
-                self.runner.of_step, layout.step_constants, place, site, args, kwargs
-            )
-        if where != BETWEEN and step_cache and site.name in step_cache.hooked:
-            before = self._num_attended
-            out = site.diffpipe_original(*args, **kwargs)
+        runner, run = self.runner, partial(site.diffpipe_original, *args, **kwargs)
+        for results, constants in (
+            (runner.of_request, runner.layout.constants),
+            (runner.of_step, runner.layout.step_constants),
+        ):
+            if place in constants:
+                # What was cut is of this part only, and must not be taken for another's.
+                is_whole = where == BETWEEN or constants[place] == shapes_of_call(args, kwargs)
+                return self._stored(results, (place, None if is_whole else self.part), run)
+        if where != BETWEEN and runner.step_cache and site.name in runner.step_cache.hooked:
+            before, out = self._num_attended, run()
             # One that is skipped leaves the numbers of calls after it as they are.
-            attended = self.runner.attended.setdefault(place, self._num_attended - before)
+            attended = runner.attended.setdefault(place, self._num_attended - before)
             self._num_attended = before + attended
             return out
-        return site.diffpipe_original(*args, **kwargs)
+        return run()
 
-    def _stored(
-        self,
-        results: dict[Any, Any],
-        shapes: Mapping[Place, Any],
-        place: Place,
-        site: Site,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Returns a stored result, which the first call makes; `shapes` are those of arguments for all tokens."""
-        # What was cut is of this part only, and must not be taken for another's.
-        is_whole = place[0] == BETWEEN or shapes[place] == shapes_of_call(args, kwargs)
-        key = (place, None if is_whole else self.part)
+    def _stored(self, results: dict[Any, Any], key: Any, run: Callable[[], Any]) -> Any:
+        """Returns a stored result, which the first call makes."""
         if key not in results:
             self._storing = True
             try:
-                results[key] = site.diffpipe_original(*args, **kwargs)
+                results[key] = run()
             finally:
                 self._storing = False
             if results is self.runner.of_request:  # held, so that identities stay what they are

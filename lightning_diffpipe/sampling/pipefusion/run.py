@@ -32,8 +32,6 @@ from lightning_diffpipe.sampling.schedulers import PatchSchedulers
 from lightning_diffpipe.sampling.step_caches import DECISION, StepCache
 from lightning_diffpipe.sampling.tracing.layout import Layout, Part
 
-_NAN = float("nan")
-
 
 @dataclass(frozen=True)
 class PipeFusionSetting:
@@ -54,11 +52,7 @@ class PipeFusionSetting:
 
 
 class PipeFusionRun:
-    """State of one request on this rank, caches included.
-
-    Attributes:
-        plan: Plan of the request; W is put in as soon as it is known.
-    """
+    """State of one request on this rank, caches included; its plan gets W as soon as that is known."""
 
     def __init__(
         self, sampler: Any, request: Request, setting: PipeFusionSetting, watch: Stopwatch
@@ -71,7 +65,7 @@ class PipeFusionRun:
         self._sequence = sampler.sequence_links
         shared = self._sequence.num_ranks > 1
         self._cache = KvCache(setting.patches, hide_unseen=sampler.hide_unseen)
-        self._fill = _NAN if sampler.verify else 0.0
+        self._fill = math.nan if sampler.verify else 0.0
         self._interception = Interception(sampler.model)
         attend: PartAttention = self._cache.attend
         self._shared: dict[Part, tuple[Part, Sequence[Part]]] = {}  # by the part of this rank

@@ -185,10 +185,10 @@ class PipeFusion:
         if num_asked is not None:
             if request.cache is not None and num_asked > 1:
                 raise ConfigurationError(
-                    f"warmup_microbatches={num_asked}: a step cache stores what it is given of all "
-                    "samples; leave it out, or cache="
+                    f"warmup_microbatches={num_asked}: a step cache stores what it is given of all samples; leave "
+                    "it out, or cache="
                 )
-            layout.refuse_sample_shares(num_asked, "warmup_microbatches")
+            layout.refuse_microbatches(num_asked)
             return num_asked
         is_cut = self._has_turns_of_patches(request.num_steps) and request.cache is None
         return request.branches_in_batch if is_cut else 1
@@ -251,8 +251,8 @@ class PipeFusion:
             scheduler, ndim = request.scheduler, request.latents.ndim
             if not is_elementwise(scheduler, request.timesteps, ndim, layout.axis):
                 raise ConfigurationError(
-                    f"{type(scheduler).__name__} looks at all rows of the latents in one step "
-                    "(thresholding, or noise that is not drawn by torch.randn), so patches cannot be stepped "
+                    f"{type(scheduler).__name__} reads all rows of the latents in one step "
+                    "(thresholding, or noise that is not sampled by torch.randn), so patches cannot be stepped "
                     "separately; switch that off, or use another scheduler such as DDIMScheduler, "
                     "FlowMatchEulerDiscreteScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler or "
                     "UniPCMultistepScheduler"

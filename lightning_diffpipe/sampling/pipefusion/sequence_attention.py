@@ -39,13 +39,18 @@ from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unp
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, KvCache
 from lightning_diffpipe.sampling.tracing.attention import Attend, Kernel, kernels_of
-from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Selection
+from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Selection, share
 
 SequenceMode = Literal["ulysses", "ring"]
 
 Attended = tuple[Tensor, Tensor]
 """Attention to some keys, and the logarithm of its normaliser; see `attention_part`."""
 
+MOST_SCORE_BYTES = 1 << 26
+"""Most bytes of a tensor of scores, unless one query needs more; two or three such tensors are alive."""
+
+_WIDTHS = 8  # head sizes are multiples of it in the kernels of GPUs, which read 16 bytes at once
+_NORMALISER_ERROR = 0.1  # of a kernel in 8 bits; logarithms to another base differ by 1
 _RING = "ring attention (mode='ring'; sequence_mode='ring' with method=pipefusion)"
 
 
@@ -214,7 +219,7 @@ class Ulysses(_OverRanks):
 
     def _heads(self, total: int) -> list[range]:
         n = self._links.num_ranks
-        return [range(total * rank // n, total * (rank + 1) // n) for rank in range(n)]
+        return [share(total, rank, n) for rank in range(n)]
 
 
 def _refuse_heads(heads: int, key_heads: int, num_ranks: int) -> None:
@@ -268,14 +273,6 @@ class Ring(_OverRanks):
 
 
 SEQUENCE_MODES: dict[str, type[Ulysses] | type[Ring]] = {"ulysses": Ulysses, "ring": Ring}
-
-
-MOST_SCORE_BYTES = 1 << 26
-"""Most bytes of a tensor of scores, unless one query needs more; two or three such tensors are alive."""
-
-_WIDTHS = 8  # head sizes are multiples of it in the kernels of GPUs, which read 16 bytes at once
-
-_NORMALISER_ERROR = 0.1  # of a kernel in 8 bits; logarithms to another base differ by 1
 
 
 def attention_part(

@@ -102,11 +102,8 @@ class Stages:
             calls = [call for call, owner in enumerate(rank_of) if owner == rank]
             last_of = {visit_of[call]: call for call in calls}
             ends = tuple(last_of[visit] for visit in range(max(visit_of) + 1))
-            is_last = rank == len(owners) - 1
-            incoming, outgoing = crossing[rank : rank + 2]
-            stages.append(
-                DenoiserStage(frozenset(calls), incoming, outgoing, ends, visit_of, is_last)
-            )
+            flow, is_last = crossing[rank : rank + 2], rank == len(owners) - 1
+            stages.append(DenoiserStage(frozenset(calls), *flow, ends, visit_of, is_last))
         return cls(owners, tuple(stages))
 
 

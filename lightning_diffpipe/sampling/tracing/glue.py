@@ -26,6 +26,7 @@ Of modules inside each other the outermost one is stored. What is changed in pla
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ from lightning_diffpipe.graph.calltree import Forward, callable_modules, forward
 from lightning_diffpipe.sampling.tracing.layout import (
     BETWEEN,
     Block,
-    Place,
+    CallPlace,
     shapes_of_call,
 )
 from lightning_diffpipe.sampling.tracing.marks import (
@@ -60,6 +61,9 @@ _LOOKS_AT_NO_NUMBER = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__,
     torch.is_tensor, torch.is_floating_point,
 }  # fmt: skip
+
+RunDenoise = Callable[..., Tensor]
+"""`run(latents, t, wrap, attention)`, where `wrap(name, forward, args, kwargs)` answers calls of blocks."""
 
 
 def find_passed(
@@ -112,15 +116,12 @@ class _Follower(TorchFunctionMode):
         return block.nested(leaves)
 
 
-Run = Callable[..., Tensor]
-"""`run(latents, t, wrap, attention)`, where `wrap(name, forward, args, kwargs)` answers calls of blocks."""
-
-StoredShapes = dict[Place, tuple[Any, ...] | None]
+StoredShapes = dict[CallPlace, tuple[Any, ...] | None]
 """Shapes of the arguments in a run on all tokens, by place."""
 
 
 def find_invariants(
-    run: Run,
+    run: RunDenoise,
     model: nn.Module,
     kinds: BlockKinds,
     blocks: list[str],
@@ -134,7 +135,7 @@ def find_invariants(
     """
     between, inside = _around_blocks(model, blocks)
     names = between | {n for n in inside if any(True for _ in model.get_submodule(n).parameters())}
-    unknown = torch.full_like(latents, float("nan"))
+    unknown = torch.full_like(latents, math.nan)
 
     def record(x: Tensor, at: Tensor, earlier: _Calls | None = None) -> _CallRecorder:
         recorder = _CallRecorder(earlier, RepeatedCalls(kinds, by_value=True))
@@ -148,11 +149,11 @@ def find_invariants(
     calls = first_run.calls
     on_latents, later = record(latents, t, calls), record(unknown, other_t, calls)
     other_runs = [on_latents, later]
-    in_step, in_request = _same(calls, on_latents.calls), set[Place]()
+    in_step, in_request = _same(calls, on_latents.calls), set[CallPlace]()
     if not torch.equal(t, other_t):
         dtype = t.dtype if t.is_floating_point() else torch.get_default_dtype()
         with contextlib.suppress(Exception):  # not every model can take NaN
-            nan_time = record(unknown, torch.full_like(t, float("nan"), dtype=dtype), calls)
+            nan_time = record(unknown, torch.full_like(t, math.nan, dtype=dtype), calls)
             other_runs.append(nan_time)
             if nan_time.calls.keys() == calls.keys():
                 without_nan = {place for place, call in nan_time.calls.items() if call.copies}
@@ -166,7 +167,7 @@ def find_invariants(
 
 
 def _outermost(
-    calls: _Calls, in_step: Collection[Place], in_request: Collection[Place]
+    calls: _Calls, in_step: Collection[CallPlace], in_request: Collection[CallPlace]
 ) -> tuple[StoredShapes, StoredShapes]:
     """Returns the constant calls that are inside no other, those of a request and those of a step.
 
@@ -188,12 +189,9 @@ def _outermost(
 def _in_repeated_blocks(
     stored: StoredShapes, called: Sequence[str], sources: Sequence[int]
 ) -> StoredShapes:
-    """Returns the places in calls of blocks that did not run, since an equal one ran in their place.
+    """Returns the places in calls of blocks that did not run, for those in the calls that ran in their place.
 
-    Args:
-        stored: Places in calls that ran.
-        called: Names of blocks, by call.
-        sources: For each call the one that ran in its place.
+    By call, `called` has the name of the block, and `sources` the call that ran.
     """
     repeated = StoredShapes()
     for here, source in enumerate(sources):
@@ -209,7 +207,7 @@ def _in_repeated_blocks(
 class _Call:
     """One call of a module: the calls around it, the shapes of its arguments, and its results."""
 
-    around: tuple[Place, ...]
+    around: tuple[CallPlace, ...]
     shapes: Any
     results: list[Tensor] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
@@ -224,10 +222,10 @@ class _Call:
         return all((a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(a, b) for a, b in pairs)
 
 
-_Calls = dict[Place, _Call]
+_Calls = dict[CallPlace, _Call]
 
 
-def _same(first: _Calls, second: _Calls) -> set[Place]:
+def _same(first: _Calls, second: _Calls) -> set[CallPlace]:
     """Finds calls with the same tensors as results in two runs."""
     if first.keys() != second.keys():
         return set()
@@ -256,7 +254,7 @@ class _CallRecorder:
         self.called, self.sources = list[str](), repeats.sources
         self._earlier, self._repeats = earlier, repeats
         self._where = BETWEEN  # the call of a block that runs
-        self._open: tuple[Place, ...] = ()  # calls that have not returned
+        self._open: tuple[CallPlace, ...] = ()  # calls that have not returned
         self._turns: Counter[tuple[int, str]] = Counter()
 
     def wrap_block(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:

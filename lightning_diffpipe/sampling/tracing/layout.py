@@ -34,6 +34,12 @@ _FIRST_TEXT = -2
 Units = range | tuple[range, ...]
 """Some units, in increasing order."""
 
+BETWEEN = -1
+"""Stands for a call of a block where something happens between blocks."""
+
+CallPlace = tuple[int, str, int]
+"""Call of a block or `BETWEEN`, name of a module, how often it was called there before."""
+
 
 def text_token(number: int | Tensor) -> int | Tensor:
     """Returns the owner code of a text token; units are their own codes."""
@@ -56,11 +62,21 @@ class Part:
 
     def samples_of(self, size: int) -> slice:
         """Returns the samples, among `size` of them."""
-        k, n = self.samples or (0, 1)
-        return slice(size * k // n, size * (k + 1) // n)
+        mine = share(size, *(self.samples or (0, 1)))
+        return slice(mine.start, mine.stop)
 
 
 WHOLE = Part()
+
+
+def share(size: int, k: int, n: int) -> range:
+    """Returns the k-th of n shares of a number of things, as equal as can be.
+
+    Example:
+        >>> [share(5, k, 2) for k in range(2)]
+        [range(0, 2), range(2, 5)]
+    """
+    return range(size * k // n, size * (k + 1) // n)
 
 
 class Selection:
@@ -166,15 +182,14 @@ class TokenAxis:
         mask = torch.zeros(self.size, dtype=torch.bool)
         for units in (part.units,) if isinstance(part.units, range) else part.units:
             mask |= (self.owner >= units.start) & (self.owner < units.stop)
-        share = range(0)  # numbers of the part's text tokens
+        text = range(0)  # numbers of the part's text tokens
         if part.text is not None:
-            k, n = part.text
-            share = range(self.num_text * k // n, self.num_text * (k + 1) // n)
+            text = share(self.num_text, *part.text)
             number = _FIRST_TEXT - self.owner  # negative for all that is no text
-            mask |= (number >= share.start) & (number < share.stop)
+            mask |= (number >= text.start) & (number < text.stop)
         for stream in self.dummy_text if with_dummy_text else ():
             # Decided by numbers, so alike on all axes, whichever tokens they have.
-            if stream.isdisjoint(share):
+            if stream.isdisjoint(text):
                 mask |= self.owner == text_token(min(stream))
         return mask
 
@@ -188,13 +203,6 @@ class TokenAxis:
                 is_own = torch.isin(given.index, owned.index).nonzero().squeeze(1)
             self._selected[key] = Selection(len(given), is_own)
         return self._selected[key]
-
-
-BETWEEN = -1
-"""Stands for a call of a block where something happens between blocks."""
-
-Place = tuple[int, str, int]
-"""Call of a block or `BETWEEN`, name of a module, how often it was called there before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +268,12 @@ class Block:
         return max((int((x.owner < -1).sum()) for x in self.attention if x), default=0)
 
     def dummy(self, fill: float, device: torch.device) -> list[Any]:
-        """Makes results of the right shapes without memory."""
-        return [
-            without_memory(r, fill, device) if isinstance(r, TensorShape) else r
-            for r in self.results
-        ]
+        """Makes results of the right shapes, all entries of which share one number in memory."""
+
+        def filled(shape: TensorShape) -> Tensor:
+            return torch.full((), fill, dtype=shape.dtype, device=device).expand(shape.shape)
+
+        return [filled(r) if isinstance(r, TensorShape) else r for r in self.results]
 
     def nested(self, leaves: list[Any]) -> Any:
         """Nests results as the block would return them."""
@@ -291,11 +300,6 @@ class Block:
         return shapes
 
 
-def without_memory(shape: TensorShape, fill: float, device: torch.device) -> Tensor:
-    """Returns a tensor all of whose entries share one number in memory, such as a placeholder."""
-    return torch.full((), fill, dtype=shape.dtype, device=device).expand(shape.shape)
-
-
 @dataclass
 class Layout:
     """All properties of a model by which it runs in parts, for one shape of latents.
@@ -320,8 +324,8 @@ class Layout:
     num_rows: int
     rows_per_unit: int
     readers: list[frozenset[int]]
-    constants: dict[Place, Any] = field(default_factory=dict)
-    step_constants: dict[Place, Any] = field(default_factory=dict)
+    constants: dict[CallPlace, Any] = field(default_factory=dict)
+    step_constants: dict[CallPlace, Any] = field(default_factory=dict)
     passed: frozenset[tuple[int, int]] = frozenset()
     attention_by_name: bool = False
     glue_parameters: frozenset[str] = frozenset()
@@ -368,7 +372,7 @@ class Layout:
             )
         return _balanced(range(self.num_units), num_parts)
 
-    def refuse_sample_shares(self, num_parts: int, what: str) -> None:
+    def refuse_microbatches(self, num_parts: int) -> None:
         """Raises ConfigurationError unless the samples of every block can be cut into so many shares."""
         rows = {size.batch for block in self.blocks for size in block.sizes}
         rows |= {
@@ -379,14 +383,14 @@ class Layout:
         most = math.gcd(*rows)
         if num_parts > most:
             raise ConfigurationError(
-                f"{what}={num_parts}, but the model is given {most} samples in a step, branches of guidance in "
-                f"the batch included; choose at most {most}"
+                f"warmup_microbatches={num_parts}, but the model is given {most} samples in a step, branches of "
+                f"guidance in the batch included; choose at most {most}"
             )
         # Unequal shares of rows that differ in number would not be of the same samples.
         if len(rows) > 1 and most % num_parts:
             raise ConfigurationError(
-                f"{what}={num_parts}, but blocks of the model are given {', '.join(map(str, sorted(rows)))} "
-                f"samples; choose a divisor of {most}"
+                f"warmup_microbatches={num_parts}, but blocks of the model are given "
+                f"{', '.join(map(str, sorted(rows)))} samples; choose a divisor of {most}"
             )
 
     def split_range(self, units: range, num_parts: int) -> list[range]:

@@ -54,14 +54,18 @@ from lightning_diffpipe.sampling.tracing.attention import (
 )
 
 UNREACHED, MIXED = -1, -2
-_NAN = float("nan")
 _GROWTH = 1.001
 # They pick what they return, so that its share of NaN says nothing.
 _PICKING = ("index", "gather", "select", "slice", "embedding", "split", "where", "masked_fill")
 _CASTS = {"long", "int", "short", "char", "byte", "to", "type", "type_as", "copy_"}
 _SEARCHES = {"bucketize", "searchsorted"}
 _LINEAR = {"linear": 0, "mm": 0, "addmm": 1}  # position of the tokens among their arguments
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_DESCRIBED_OTHERWISE = {*OF_EVERY_MODULE, "forward", "_compiled_call_impl"}
 
+T = TypeVar("T")
+Marks = list[tuple[Tensor, Tensor | None]]
+"""Of each tensor that a call is given, where it is NaN, or else its numbers; and itself if it is to be the same."""
 
 CallAnswer = Callable[[str, Forward, tuple[Any, ...], dict[str, Any]], Any]
 """`answer(name, forward, args, kwargs)` answers a call of a module."""
@@ -103,7 +107,7 @@ def finite_placeholders(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for scalar in scalars:
-            scalar.fill_(_NAN)
+            scalar.fill_(math.nan)
 
 
 class WithoutProducts(TorchFunctionMode):
@@ -118,7 +122,7 @@ class WithoutProducts(TorchFunctionMode):
 
     Example:
         >>> with WithoutProducts():
-        ...     F.linear(torch.tensor([[1.0, 2.0], [3.0, _NAN]]), torch.ones(3, 2)).isnan().any(1)
+        ...     F.linear(torch.tensor([[1.0, 2.0], [3.0, math.nan]]), torch.ones(3, 2)).isnan().any(1)
         tensor([False,  True])
     """
 
@@ -157,7 +161,7 @@ class WithoutProducts(TorchFunctionMode):
             return out * features + features.square()
         # All features differ, as they would, so that nothing is divided by a difference of zero.
         numbers = torch.linspace(0.01, 0.02, len(weight), dtype=input.dtype, device=input.device)
-        return torch.where(reached, _NAN, numbers)
+        return torch.where(reached, math.nan, numbers)
 
     def _is_finite(self, *parameters: Tensor | None) -> bool:
         for p in (p for p in parameters if p is not None):
@@ -213,7 +217,7 @@ def marked(x: Tensor, axis: int, mask: Tensor) -> Tensor:
     if y.dtype == torch.bool:
         y[at] = ~y[at]
     else:
-        y[at] = complex(_NAN, _NAN) if y.is_complex() else _NAN
+        y[at] = complex(math.nan, math.nan) if y.is_complex() else math.nan
     return y
 
 
@@ -244,7 +248,7 @@ def token_local(log: list[tuple[Tensor, Tensor | None]], strict: bool = False) -
         log.append((k, attn_mask))
         if strict and q.shape[-2] == k.shape[-2]:
             reached = (k.amax((1, -1), keepdim=True).isnan(), v.amax((1, -1), keepdim=True).isnan())
-            q = q.clone().masked_fill_(reached[0] | reached[1], _NAN)
+            q = q.clone().masked_fill_(reached[0] | reached[1], math.nan)
         return q
 
     return handler
@@ -254,7 +258,7 @@ def all_to_all(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **options: Any) 
     """Stand-in for attention: one NaN in a key or value reaches every output."""
     reached = k.isnan().any() | v.isnan().any()
     # Ordered in memory as the query is, like results of attention, of which models take views.
-    return q.clone().masked_fill_(reached, _NAN)
+    return q.clone().masked_fill_(reached, math.nan)
 
 
 class _MixingSearch(TorchDispatchMode):
@@ -321,14 +325,6 @@ def mixing_operator(
     return f"{operator} in {names[id(module)]} ({type(module).__name__})"
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_DESCRIBED_OTHERWISE = {*OF_EVERY_MODULE, "forward", "_compiled_call_impl"}
-
-T = TypeVar("T")
-Marks = list[tuple[Tensor, Tensor | None]]
-"""Of each tensor that a call is given, where it is NaN, or else its numbers; and itself if it is to be the same."""
-
-
 class BlockKinds:
     """Describes calls of a model's blocks, so that equal descriptions mean calls of one kind."""
 
@@ -341,10 +337,8 @@ class BlockKinds:
         for module in model.modules():
             forward = vars(module).get("forward")
             forward = getattr(forward, "diffpipe_original", forward)
-            if (
-                forward is not None
-                and getattr(forward, "__func__", None) is not type(module).forward
-            ):
+            is_of_class = getattr(forward, "__func__", None) is type(module).forward
+            if forward is not None and not is_of_class:
                 self._forwards[module] = forward
 
     def of(self, name: str, args: Any, kwargs: Any) -> Hashable:
@@ -406,14 +400,14 @@ class RepeatedCalls:
         for before, source, answer in self._known.get(kind, ()):
             if _equal(marks, before):
                 self.sources.append(source)
-                return self._noted(_copied(answer))
+                return self._recorded(_copied(answer))
         self.sources.append(here)
         answer = run()
         if _equal(marks, self._marks(flat)):  # else it has written into what it was given
             self._known.setdefault(kind, []).append((marks, here, _copied(answer)))
-        return self._noted(answer)
+        return self._recorded(answer)
 
-    def _noted(self, answer: T) -> T:
+    def _recorded(self, answer: T) -> T:
         for x in pytree.tree_leaves(answer) if self._by_value else ():
             if isinstance(x, Tensor):
                 self._results[id(x)] = weakref.ref(x)

@@ -18,6 +18,7 @@ equal blocks run once (`marks.py`). Weights do not matter, so placeholders will 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -68,7 +69,6 @@ from lightning_diffpipe.sampling.tracing.marks import (
 MAX_LAYOUTS = 8
 """So many layouts of one model are known at a time."""
 
-_NAN = float("nan")
 _MAX_ROWS_OF_A_TOKEN = 4  # what reaches more than that, and everything, is no token
 _WRITES = "code between blocks writes into what a block returned"
 _Log = list[tuple[Tensor, Tensor | None]]
@@ -223,16 +223,12 @@ class _Probe:
 
     def _blocks(self, owners: list[_Owners]) -> list[Block]:
         """Traces the arguments and results of every call of a block, of equal calls the first one."""
-        traced: dict[
-            Hashable, tuple[Block, Any]
-        ] = {}  # by kind of call: the block, and what it returned
+        traced = dict[Hashable, tuple[Block, Any]]()  # by kind of call: the block, and its results
         blocks: list[Block] = []
 
         def wrap(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
             attention = owners[len(blocks)]
-            keys = [
-                None if tokens is None else tuple(tokens.owner.tolist()) for tokens in attention
-            ]
+            keys = [tokens and tuple(tokens.owner.tolist()) for tokens in attention]
             kind = self._kinds.of(name, args, kwargs), *keys
             if kind not in traced:
                 block, out = self._traced(name, forward, args, kwargs, attention)
@@ -245,10 +241,8 @@ class _Probe:
         needs_text = any(block.needs_text for block in blocks)
         for block in blocks:
             for tokens in block.axes:
-                tokens.num_text, tokens.dummy_text = (
-                    block.num_text,
-                    block.streams if needs_text else (),
-                )
+                tokens.num_text = block.num_text
+                tokens.dummy_text = block.streams if needs_text else ()
         return blocks
 
     def _traced(
@@ -300,7 +294,7 @@ class _Probe:
             here = next(positions)
             if any(map(has_nan, pytree.tree_leaves((args, kwargs)))):
                 readers.add(here)
-            fill = _NAN if here == source else 0.0
+            fill = math.nan if here == source else 0.0
             return blocks[here].nested(blocks[here].dummy(fill, self._latents.device))
 
         with self._without_products, touched:
@@ -380,7 +374,7 @@ class LayoutStore:
 
 
 def _key(request: Request) -> _Key:
-    # A model whose attention processors were exchanged since is looked at again.
+    # A model whose attention processors were exchanged since is probed again.
     return request.latents.shape, request.latents.dtype, settings_digest(request.model)
 
 

@@ -242,9 +242,7 @@ def test_bands_that_drew_other_noise_are_named(tiny_models):
     scheduler = Drawing()
     scheduler.set_timesteps(3)
     request = replace(request_for("sd", tiny_models("sd")), scheduler=scheduler)
-    with pytest.raises(
-        ConfigurationError, match="Drawing or the request's closure draws from torch"
-    ):
+    with pytest.raises(ConfigurationError, match="Drawing or the request's closure uses torch"):
         emulate(request, 2, verify=False)
 
 
@@ -253,7 +251,7 @@ def test_bands_that_drew_other_noise_are_named(tiny_models):
 def test_automatic_warmup_ends_when_latents_hardly_change(settled, num_synchronous, tiny_models):
     request = request_for("sd", tiny_models("sd"), num_steps=3)
     found, samplers = emulate(request, 2, warmup_steps="auto", settled=settled)
-    assert {sampler.num_synchronous for sampler in samplers} == {num_synchronous}
+    assert {sampler.statistics.num_synchronous for sampler in samplers} == {num_synchronous}
     assert torch.equal(found, emulate(request, 2, warmup_steps=num_synchronous)[0])
 
 

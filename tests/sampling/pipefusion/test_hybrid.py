@@ -80,7 +80,7 @@ def test_ranks_of_a_stage_step_no_scheduler_that_looks_at_all_rows():
     """History: with one patch nothing was refused, and each rank took thresholds of its own rows."""
     scheduler = DDPMScheduler(thresholding=True, sample_max_value=100.0)
     scheduler.set_timesteps(3)
-    with pytest.raises(ConfigurationError, match="DDPMScheduler looks at all rows of the latents"):
+    with pytest.raises(ConfigurationError, match="DDPMScheduler reads all rows of the latents"):
         sample_hybrid("pixart", build("pixart"), 1, 2, scheduler, num_patches=1)
 
 
