@@ -359,6 +359,7 @@ class PipelineDiffusion(PartsModule):
         # The mean over all times, of which each denoiser was trained on a share.
         shares = [schedule.share_of(step.span, clean.shape) for step in self.steps]
         loss = sum(share * each["loss"] for share, each in zip(shares, losses, strict=True))
+        loss = loss / sum(shares)  # less than one where only some times are trained
         return {name: sum(each[name] for each in losses) for name in losses[0]} | {"loss": loss}
 
     def _require_frames(self, batch: Mapping[str, Any]) -> None:
