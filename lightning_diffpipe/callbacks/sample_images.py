@@ -342,7 +342,7 @@ class SampleImages(SamplingCallback):
             shown = torch.linspace(0, images.shape[1] - 1, num_frames).long()
             return [torch.cat(images[:, shown].unbind(1), -1)], 8 // num_frames
         if self.conditions is None:
-            return [images], 8
+            return [images], min(8, len(images))
         conditions = self.conditions
         if isinstance(conditions, Tensor):
             conditions = [conditions]

@@ -295,7 +295,7 @@ def test_images_are_files_without_a_logger_that_takes_them(tmp_path):
     fit(tmp_path, [SampleImages(["a"] * 3, every_n_steps=3)], CSVLogger(tmp_path, "csv", ""))
     paths = sorted((tmp_path / "csv" / "samples").iterdir())
     assert [p.name for p in paths] == ["over_time.png", "step_000003.png", "step_000006.png"]
-    assert Image.open(paths[-1]).size == (32, 4)
+    assert Image.open(paths[-1]).size == (3 * 4, 4)
 
 
 def test_a_divided_model_is_made_whole(tmp_path):
