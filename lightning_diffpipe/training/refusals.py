@@ -375,7 +375,11 @@ def refuse_one_chain(chains: Chains, options: PipelineOptions) -> None:
 
 def refuse_ahead(plan: PipelinePlan, probed: ProbedStep) -> None:
     """Refuses a plan by which frozen layers run ahead, if they would get what was right for an earlier step."""
-    if probed.forms.moves_frozen and plan.ranks_per_pipeline > 1 and plan.options.filling != "none":
+    if (
+        probed.sequences.moves_frozen
+        and plan.ranks_per_pipeline > 1
+        and plan.options.filling != "none"
+    ):
         raise PlanError(
             f"the plan has filling={plan.options.filling}, by which frozen layers run for later batches, but what "
             "they get follows the step (global_step, current_epoch or a counter); plan again with "

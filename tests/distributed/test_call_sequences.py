@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.errors import GraphError, PlanError
-from lightning_diffpipe.graph.forms import survey
+from lightning_diffpipe.graph.call_sequences import survey
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.probed_step import probe_step
@@ -406,10 +406,10 @@ def test_runs_in_search_of_coins(reads):
     batch = torch.randn(2, 2)
     graph = probe(module, step, batch)
     runs.clear()
-    _, forms = survey(module, step, batch, graph, lambda *numbers: 100 + sum(numbers))
+    _, sequences = survey(module, step, batch, graph, lambda *numbers: 100 + sum(numbers))
     assert most - 3 <= len(runs) <= most if most > 35 else len(runs) == most
-    assert (forms.widest is not None) == (reads in ("torch's coin", "Python's coin"))
-    assert forms.throws_coins == (most not in (2, 32))
+    assert (sequences.widest is not None) == (reads in ("torch's coin", "Python's coin"))
+    assert sequences.throws_coins == (most not in (2, 32))
 
 
 class Counting(nn.Sequential):
