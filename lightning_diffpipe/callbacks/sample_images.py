@@ -92,6 +92,7 @@ class SamplingCallback(L.Callback):
         num_patches: Patches of PipeFusion, for a transformer under `strategy="diffpipe"`. With 1, the images follow
             each other through the stages, and are those of one process but for rounding. More patches keep ranks
             busy that sample fewer images than there are stages, and are not exact.
+        call: Further arguments of the module's `sample`, such as `{"height": 768, "width": 512}`.
 
     Raises:
         ConfigurationError: A number is none that can be.
@@ -103,6 +104,7 @@ class SamplingCallback(L.Callback):
         guidance_scale: float = 3.0,
         seed: int = 0,
         num_patches: int = 1,
+        call: Mapping[str, Any] | None = None,
     ) -> None:
         require_number("num_inference_steps", num_inference_steps, 1, whole=True)
         require_number("guidance_scale", guidance_scale)
@@ -112,6 +114,7 @@ class SamplingCallback(L.Callback):
         self.guidance_scale = guidance_scale
         self.seed = seed
         self.num_patches = num_patches
+        self.call = dict(call or {})
         self.draws_by_layers = False  # PipeFusion has refused the model, or its partition
 
     def require_sample(self, module: L.LightningModule) -> None:
@@ -150,6 +153,7 @@ class SamplingCallback(L.Callback):
             "num_inference_steps": self.num_inference_steps,
             "guidance_scale": self.guidance_scale,
             "generator": torch.Generator().manual_seed(self.seed if seed is None else seed),
+            **self.call,
         }
         if conditions is not None:
             settings["condition"] = conditions
@@ -338,7 +342,7 @@ class SampleImages(SamplingCallback):
             shown = torch.linspace(0, images.shape[1] - 1, num_frames).long()
             return [torch.cat(images[:, shown].unbind(1), -1)], 8 // num_frames
         if self.conditions is None:
-            return [images], 8
+            return [images], min(8, len(images))
         conditions = self.conditions
         if isinstance(conditions, Tensor):
             conditions = [conditions]

@@ -17,7 +17,7 @@ import importlib.util
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -81,6 +81,11 @@ class Folder:
         """Returns the folder that a path, or a mapping of its attributes, names."""
         if isinstance(given, str | PurePath):
             return cls(str(given))
+        known = [each.name for each in fields(cls)]
+        if not set(given) <= set(known):
+            raise ConfigurationError(
+                f"folder={dict(given)} may have {', '.join(known)}; leave others out"
+            )
         return cls(**{**given, "folder": str(given.get("folder"))})
 
 
@@ -170,8 +175,8 @@ class ImageFolderDataModule(CaptionedDataModule):
             samples of the bucket again, `"dropped"`, or is `"smaller"`. Without buckets it is dropped.
         mask: Mask of the loss: the key of the metadata that names a grey image of the same shape, or a folder
             of such images, or `"alpha"` for the images' own alpha channel; None for everywhere.
-        augmentation: Settings of `Augmentation`: flip, random_crop, shuffle_tags, keep_tags, trigger. With the
-            last one images may have no caption.
+        augmentation: Settings of `Augmentation`: flip, random_crop, shuffle_tags, drop_tags, keep_tags, trigger.
+            With the last one images may have no caption.
 
     Attributes:
         train_buckets: Places in `train_set` of the samples of each shape, once it is set up.

@@ -99,9 +99,11 @@ class Listing:
                     raise
                 errors.append(error)
         if not entries:
+            inner = [each.name for each in sorted(self.folder.iterdir()) if each.is_dir()]
+            named = f", or name its folders ({inner[0]}), which are not searched" if inner else ""
             raise ConfigurationError(
                 f"folder={self.folder} lists no image{' that can be used' if errors else ''}; give each a line of "
-                "metadata.jsonl, or a caption: cat.txt beside cat.png"
+                f"metadata.jsonl, or a caption: cat.txt beside cat.png{named}"
             )
         return entries, errors
 

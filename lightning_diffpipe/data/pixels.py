@@ -78,7 +78,8 @@ class Augmentation:
         flip: Share of the samples that are mirrored, left and right.
         random_crop: Crop anywhere, not in the middle.
         shuffle_tags: Mix the order of a caption's parts between commas.
-        keep_tags: Number of first parts that keep their places.
+        drop_tags: Share of the parts that are left out.
+        keep_tags: Number of first parts that stay, in their places.
         trigger: Words put in front of captions that do not have them.
 
     Raises:
@@ -88,23 +89,27 @@ class Augmentation:
     flip: float = 0.0
     random_crop: bool = False
     shuffle_tags: bool = False
+    drop_tags: float = 0.0
     keep_tags: int = 0
     trigger: str | None = None
 
     def __post_init__(self) -> None:
         require_number("flip", self.flip, 0, 1)
+        require_number("drop_tags", self.drop_tags, 0, 1)
         require_number("keep_tags", self.keep_tags, 0, whole=True)
         require_flags(random_crop=self.random_crop, shuffle_tags=self.shuffle_tags)
         if not isinstance(self.trigger, str | None):
             raise ConfigurationError(f"trigger={self.trigger!r} must be a text; put it in quotes")
-        if self.keep_tags and not self.shuffle_tags:
+        if self.keep_tags and not (self.shuffle_tags or self.drop_tags):
             raise ConfigurationError(
-                f"keep_tags={self.keep_tags} keeps tags in front of others that are shuffled; add shuffle_tags=true"
+                f"keep_tags={self.keep_tags} keeps tags in front of others that are shuffled or dropped; add "
+                "shuffle_tags=true or drop_tags=0.1"
             )
 
     def held_back(self) -> Augmentation:
         """Returns the augmentation of validation samples: the same each time."""
-        return replace(self, flip=0.0, random_crop=False, shuffle_tags=False, keep_tags=0)
+        still = {"shuffle_tags": False, "drop_tags": 0.0, "keep_tags": 0}
+        return replace(self, flip=0.0, random_crop=False, **still)
 
     def crop(self, height: int, width: int) -> Crop:
         """Returns a crop of this size, sampled if crops or mirroring are random."""
@@ -112,11 +117,16 @@ class Augmentation:
         return Crop(height, width, down, across, bool(self.flip and torch.rand(()) < self.flip))
 
     def caption(self, text: str) -> str:
-        """Returns a caption with its tags in a sampled order, if they are shuffled, and the trigger."""
-        if self.shuffle_tags:
+        """Returns a caption with those of its tags that are not dropped, shuffled or not, and the trigger."""
+        if self.shuffle_tags or self.drop_tags:
             tags = [tag.strip() for tag in text.split(",")]
             leading, others = tags[: self.keep_tags], tags[self.keep_tags :]
-            text = ", ".join([*leading, *(others[i] for i in torch.randperm(len(others)))])
+            if self.drop_tags:
+                kept = torch.rand(len(others)) >= self.drop_tags
+                others = [tag for tag, stays in zip(others, kept.tolist(), strict=True) if stays]
+            if self.shuffle_tags:
+                others = [others[i] for i in torch.randperm(len(others))]
+            text = ", ".join([*leading, *others])
         if self.trigger and self.trigger not in text:
             text = f"{self.trigger}, {text}" if text else self.trigger
         return text

@@ -155,7 +155,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         background: Colour that shows where images are transparent: a name, or such as `"#ff8000"`.
         mask: Mask of the loss: `"alpha"` for the images' alpha channel, or the extension under which shards
             have grey images, such as `"mask.png"`; None for everywhere.
-        augmentation: Settings of `Augmentation`: flip, random_crop, shuffle_tags, keep_tags, trigger.
+        augmentation: Settings of `Augmentation`: flip, random_crop, shuffle_tags, drop_tags, keep_tags, trigger.
 
     Raises:
         ImportError: The package webdataset is missing.

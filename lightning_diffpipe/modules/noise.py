@@ -60,6 +60,8 @@ class Noise:
         pyramid_discount: Factor of each level by the one before.
         input_perturbation: In training, noise of this deviation is added to that of the noisy latents, and not to
             the target's; 0.1 in the paper.
+        min_timestep: Only timesteps from this one on are trained, as often relative to each other as without it.
+        max_timestep: Only timesteps below this one are trained; None for all.
 
     Raises:
         ConfigurationError: A number is negative, a name is not known, or two settings exclude each other.
@@ -89,6 +91,8 @@ class Noise:
     pyramid_levels: int = 0
     pyramid_discount: float = 0.3
     input_perturbation: float = 0.0
+    min_timestep: int = 0
+    max_timestep: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("logit_std", "offset", "input_perturbation"):
@@ -96,6 +100,9 @@ class Noise:
         require_number("huber_c", self.huber_c, above=0)
         require_number("pyramid_levels", self.pyramid_levels, 0, whole=True)
         require_number("pyramid_discount", self.pyramid_discount, 0, 1)
+        require_number("min_timestep", self.min_timestep, 0, whole=True)
+        if self.max_timestep is not None:
+            require_number("max_timestep", self.max_timestep, above=self.min_timestep, whole=True)
         if self.min_snr_gamma is not None:
             require_number("min_snr_gamma", self.min_snr_gamma, 0)
         if self.shift not in (None, "size"):
@@ -110,6 +117,14 @@ class Noise:
                 raise ConfigurationError(
                     f"{one}={values[0]} and {other}={values[1]} exclude each other; take one of them"
                 )
+
+    def trained(self, span: Span | None) -> Span | None:
+        """Returns the part of a span that is trained; None stands for all timesteps."""
+        if span is None and self.min_timestep == 0 and self.max_timestep is None:
+            return None
+        low, high = span or (0, math.inf)
+        most = math.inf if self.max_timestep is None else self.max_timestep
+        return max(low, self.min_timestep), min(high, most)
 
     def sample_times(
         self,
@@ -311,7 +326,7 @@ class FlowMatching(_Schedule):
             ConfigurationError: Next to no time is sampled from the span.
         """
         steps, quantiles = range(self.num_timesteps), None
-        if span is not None:
+        if (span := self.noise.trained(span)) is not None:
             steps, quantiles = self._steps_of(span, clean.shape)
             if quantiles[1] - quantiles[0] < 1e-4:
                 raise ConfigurationError(
@@ -335,7 +350,7 @@ class FlowMatching(_Schedule):
 
     def share_of(self, span: Span, shape: Sequence[int]) -> float:
         """Returns the probability that a sampled time is in a span, for latents of a shape."""
-        low, high = self._steps_of(span, shape)[1]
+        low, high = self._steps_of(self.noise.trained(span) or span, shape)[1]
         return high - low
 
     def _shift_of(self, shape: Sequence[int]) -> float:
@@ -397,7 +412,12 @@ class Diffusion(_Schedule):
     ) -> Corrupted:
         """See `FlowMatching.corrupt`."""
         table = self.alphas_cumprod.to(clean.device, non_blocking=True)
-        steps = self._steps_of(span or (0, math.inf))
+        low, high = self.noise.trained(span) or (0, math.inf)
+        if not (steps := self._steps_of((low, high))):
+            raise ConfigurationError(
+                f"none of {self.num_timesteps} timesteps is from {low:g} to {high:g}, where a denoiser is trained; "
+                "choose others (min_timestep and max_timestep of model.noise)"
+            )
         timesteps = torch.randint(
             steps.start, steps.stop, (len(clean),), device=clean.device, generator=generator
         )
@@ -417,7 +437,7 @@ class Diffusion(_Schedule):
 
     def share_of(self, span: Span, shape: Sequence[int]) -> float:
         """See `FlowMatching.share_of`."""
-        return len(self._steps_of(span)) / self.num_timesteps
+        return len(self._steps_of(self.noise.trained(span) or span)) / self.num_timesteps
 
     def _steps_of(self, span: Span) -> range:
         return range(*(math.ceil(min(end, self.num_timesteps)) for end in span))

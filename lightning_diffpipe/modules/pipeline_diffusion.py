@@ -289,10 +289,18 @@ class PipelineDiffusion(PartsModule):
         """Raises ConfigurationError for images of a size, in pixels, that the pipeline's own check refuses."""
         self.step.check({"height": height, "width": width})
 
+    def on_train_start(self) -> None:
+        """Forgets the size of an earlier training."""
+        super().on_train_start()
+        self._trained_size = {}
+
     def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
-        """Stores the size to sample while training: a pipeline's default may be many times that of the images."""
+        """Stores the size to sample while training: a pipeline's default may be many times that of the images.
+
+        It is that of the first batch, as samples of several steps are to compare, and buckets change sizes.
+        """
         super().on_train_batch_start(batch, batch_idx)
-        self._trained_size = _size_of(_pixels_of(batch))
+        self._trained_size = self._trained_size or _size_of(_pixels_of(batch))
 
     def losses(
         self, batch: Mapping[str, Any], generator: torch.Generator | None = None
@@ -351,6 +359,7 @@ class PipelineDiffusion(PartsModule):
         # The mean over all times, of which each denoiser was trained on a share.
         shares = [schedule.share_of(step.span, clean.shape) for step in self.steps]
         loss = sum(share * each["loss"] for share, each in zip(shares, losses, strict=True))
+        loss = loss / sum(shares)  # less than one where only some times are trained
         return {name: sum(each[name] for each in losses) for name in losses[0]} | {"loss": loss}
 
     def _require_frames(self, batch: Mapping[str, Any]) -> None:
@@ -451,7 +460,7 @@ class PipelineDiffusion(PartsModule):
             generator: Generator of the start noise.
             condition: The images to edit or animate, `(len(prompts), 3, H, W)` in [0, 1], or a list of references,
                 `(len(prompts), h, w, 3)` each in 8 bits.
-            options: Further arguments of the pipeline's call, such as `height` and `width`; those of the last
+            options: Further arguments of the pipeline's call, such as `height` and `width`; those of the first
                 batch trained on if not given, or else the pipeline's own.
 
         Returns:

@@ -34,7 +34,7 @@ from lightning_diffpipe.graph.fakes import without_garbage_collection
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, TensorSpec
 from lightning_diffpipe.graph.probed_step import ProbedStep
-from lightning_diffpipe.graph.rng import microbatch_seed
+from lightning_diffpipe.graph.rng import draws, microbatch_seed
 from lightning_diffpipe.graph.step import ModuleSplit, StepCall, logged_values
 from lightning_diffpipe.graph.trial import plain_state, untouched
 from lightning_diffpipe.graph.versions import rounding_of
@@ -450,7 +450,9 @@ class _RowsOfDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if not draws(
+            func, args, {**(kwargs or {}), "generator": None}
+        ):  # counts those of its own, too
             return out
         position, self._position = self._position, self._position + 1
         if self._is_first:

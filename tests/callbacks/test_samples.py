@@ -295,7 +295,14 @@ def test_images_are_files_without_a_logger_that_takes_them(tmp_path):
     fit(tmp_path, [SampleImages(["a"] * 3, every_n_steps=3)], CSVLogger(tmp_path, "csv", ""))
     paths = sorted((tmp_path / "csv" / "samples").iterdir())
     assert [p.name for p in paths] == ["over_time.png", "step_000003.png", "step_000006.png"]
-    assert Image.open(paths[-1]).size == (32, 4)
+    assert Image.open(paths[-1]).size == (3 * 4, 4)
+
+
+def test_further_arguments_are_those_of_the_modules_sample(tmp_path):
+    painter, given = Painter(), []
+    painter.sample = lambda prompts, **settings: given.append(settings) or torch.zeros(1, 3, 4, 4)
+    fit(tmp_path, [SampleImages(["a"], 3, call={"height": 8, "width": 4})], False, painter)
+    assert {(each["height"], each["width"]) for each in given} == {(8, 4)}
 
 
 def test_a_divided_model_is_made_whole(tmp_path):

@@ -169,7 +169,13 @@ def test_what_is_told_of_a_crop_is_what_is_seen(tmp_path, flip, buckets):
 
 
 def test_nothing_that_is_held_back_differs_from_time_to_time(ratios):
-    options = {"random_crop": True, "flip": 0.5, "shuffle_tags": True, "trigger": "sks"}
+    options = {
+        "random_crop": True,
+        "flip": 0.5,
+        "shuffle_tags": True,
+        "drop_tags": 0.5,
+        "trigger": "sks",
+    }
     data = module_of(ratios, validation_share=0.2, **options)
     first, again = (list(data.val_dataloader()) for _ in range(2))
     for one, other in zip(first, again, strict=True):
@@ -188,6 +194,11 @@ def test_tags_are_mixed_behind_those_that_are_kept(ratios):
     for text in texts:
         trigger, first, *others = text.split(", ")
         assert (trigger, first, sorted(others)) == ("sks", "cat 0", ["fog", "grey", "small"])
+    data = module_of(ratios, drop_tags=0.5, keep_tags=1)
+    texts = {data.train_set[0]["caption"] for _ in range(80)}
+    tags = ["grey", "fog", "small"]
+    subsets = [[t for i, t in enumerate(tags) if n >> i & 1] for n in range(8)]
+    assert texts == {", ".join(["cat 0", *subset]) for subset in subsets}
     assert module_of(ratios, trigger="cat").train_set[0]["caption"] == "cat 0, grey, fog, small"
 
 
@@ -327,13 +338,21 @@ def test_bad_folders_are_refused_before_training(tmp_path, name):
         ({"last_batch": "x"}, "last_batch='x'; choose filled, dropped or smaller"),
         ({"on_error": "ignore"}, "on_error='ignore'; choose raise or skip"),
         ({"bucket_step": 65}, "bucket_step must be a whole number >= 1 and <= 64; got 65"),
-        ({"keep_tags": 1}, "keep_tags=1 keeps tags in front of others that are shuffled"),
+        (
+            {"keep_tags": 1},
+            "keep_tags=1 keeps tags in front of others that are shuffled or dropped",
+        ),
+        ({"drop_tags": 2}, "drop_tags must be a number >= 0 and <= 1"),
         ({"flip": 1.5}, "flip must be a number >= 0 and <= 1"),
         ({"random_crop": 2}, "random_crop must be true or false; got 2"),
         ({"mask": "alpha", "num_frames": 2}, "mask='alpha' is for images"),
         ({"references": "others", "num_frames": 2}, "references='others' is for images"),
         ({"condition": "edges", "num_frames": 2}, "condition='edges' is for images"),
         ({"folder": [{"folder": "a", "repeats": 0}]}, "repeats must be a whole number >= 1"),
+        (
+            {"folder": [{"folder": "a", "num_repeats": 2}]},
+            "may have folder, repeats, weight; leave",
+        ),
         ({"folder": "nowhere"}, "folder=nowhere does not exist; name one with images"),
     ],
 )

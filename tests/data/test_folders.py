@@ -426,12 +426,25 @@ def test_a_line_that_cannot_be_used_is_named_before_training(tmp_path, line):
         ImageFolderDataModule(tmp_path).setup("fit")
 
 
+def test_an_epoch_takes_an_image_once_for_each_of_its_lines(tmp_path):
+    (tmp_path / "a.png").write_bytes(photograph(format="PNG"))
+    lines = [json.dumps({"file_name": "a.png", "text": text}) for text in ("a cat", "an animal")]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
+    data = ImageFolderDataModule(tmp_path, validation_share=0.0, batch_size=1, num_workers=0)
+    data.setup("fit")
+    captions = sorted(batch["caption"][0] for batch in data.train_dataloader())
+    assert captions == ["a cat", "an animal"]
+
+
 def test_folders_without_images_to_train_on_are_refused(tmp_path):
     """History: an empty file ended in torch's own error about `num_samples=0`."""
     for _ in range(2):
         with pytest.raises(ConfigurationError, match="lists no image; give each a line of metada"):
             ImageFolderDataModule(tmp_path).setup("fit")
         (tmp_path / "metadata.jsonl").touch()
+    (tmp_path / "10_cats").mkdir()
+    with pytest.raises(ConfigurationError, match=r"name its folders \(10_cats\), which"):
+        ImageFolderDataModule(tmp_path).setup("fit")
     write_folder(tmp_path, 2)
     with pytest.raises(ConfigurationError, match=r"all 2 images .* are held back"):
         ImageFolderDataModule(tmp_path, validation_share=1.0).setup("fit")

@@ -456,6 +456,21 @@ def test_counts_that_runs_do_not_put_back_are_named(where):
     assert bool(said) == (where in PLACES)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_losses_are_compared_where_fused_attention_runs_between_layers(reduction):
+    """History: such kernels are marked as drawing, and their tuples of tensors ended the comparison."""
+
+    def step(module, batch):
+        x = module(batch)[:, None]
+        return getattr(F.scaled_dot_product_attention(x, x, x).square(), reduction)()
+
+    module = nn.Linear(8, 8)
+    probed = probe_step(module, step, torch.randn(4, 16, 8), 4, seed=1)
+    with Interception(module).installed() as interception:
+        said = MeanCheck(probed, interception).difference(2)
+    assert ("not a mean over samples" in said) == (reduction == "sum")
+
+
 @pytest.mark.parametrize("where", PLACES[:2])
 def test_counts_in_odd_places_that_decide_what_is_called_are_refused_with_a_cure(where):
     def step(module, batch):

@@ -426,6 +426,8 @@ def test_bad_noise_is_named():
         ({"huber_schedule": "linear"}, "huber_schedule='linear'; choose constant, exponential"),
         ({"pyramid_levels": -1}, "pyramid_levels must be"),
         ({"pyramid_discount": 2.0}, "pyramid_discount must be"),
+        ({"min_timestep": 0.5}, "min_timestep must be a whole number"),
+        ({"min_timestep": 500, "max_timestep": 500}, "max_timestep must be a whole number > 500"),
         ({"min_snr_gamma": 5.0, "debiased": True}, "exclude each other; take one"),
     ):
         with pytest.raises(ConfigurationError, match=said):
@@ -463,3 +465,27 @@ def test_discrete_times_of_a_span_are_those_in_it():
     times = schedule.corrupt(torch.zeros(5000, 1, 1, 1), None, (875.5, math.inf)).timesteps
     assert set(times.tolist()) == set(range(876, 1000))
     assert schedule.share_of((875.5, math.inf), (1,)) == pytest.approx(0.124)
+
+
+@pytest.mark.parametrize("scheduler", ["DDPMScheduler", "FlowMatchEulerDiscreteScheduler"])
+def test_trained_times_are_a_part_of_every_span(scheduler):
+    """Of the first and the second of two experts, and of a denoiser of all times."""
+    bounds = Noise(min_timestep=200, max_timestep=600)
+    every, some = (noise_schedule_of(getattr(diffusers, scheduler)(), n) for n in (Noise(), bounds))
+    clean = torch.zeros(500, 1, 1, 1)
+    for span, part in (
+        (None, (200, 600)),
+        ((0, 400), (200, 400)),
+        ((400, math.inf), (400, 600)),
+    ):
+        found, expected = (
+            schedule.corrupt(clean, torch.Generator().manual_seed(1), of)
+            for schedule, of in ((some, span), (every, part))
+        )
+        assert torch.equal(found.timesteps, expected.timesteps)
+        assert torch.equal(found.noisy, expected.noisy)
+        assert some.share_of(span or (0, math.inf), clean.shape) == every.share_of(
+            part, clean.shape
+        )
+    with pytest.raises(ConfigurationError, match="600 to 600, where a denoiser is trained"):
+        some.corrupt(clean, None, (600, math.inf))
