@@ -131,6 +131,9 @@ def _probed_and_planned(
         with raised_by_all():
             require_equal(probed.graph.digest, world)
             refuse_one_chain(probed.chains, options)
+        # One that reads a clock may have found another.
+        forms = replace(probed.forms, carried=agree(probed.forms.carried, world))
+        probed = replace(probed, forms=forms)
     if probed.forms.moves_frozen and options.plan is None and process.world_size > 1:
         _log.info("what frozen layers get follows the step: they run when a batch is due")
         options = replace(options, filling="none")

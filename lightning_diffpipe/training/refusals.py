@@ -43,6 +43,7 @@ from lightning_diffpipe.graph.calltree import (
 )
 from lightning_diffpipe.graph.chains import Chains
 from lightning_diffpipe.graph.cut import Cut
+from lightning_diffpipe.graph.forms import Carried
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probed_step import ProbedStep
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
@@ -416,6 +417,34 @@ def refuse_stateful_glue(graph: LayerGraph, plan: PipelinePlan) -> None:
             "on_train_batch_end from logged metrics, or in the forward of a module with parameters that "
             "owns it and is not cut"
         )
+
+
+def refuse_carried_state(carried: Carried | None, plan: PipelinePlan) -> None:
+    """Refuses steps that read what they have changed before, but for counters, which are put back.
+
+    Ranks run the step for each microbatch, and to find what it calls, and for frozen layers: states would differ.
+
+    Raises:
+        ConfigurationError: There are several ranks; on one a warning tells of it.
+    """
+    if carried is None:
+        return
+    where = ", ".join(carried.names[:3]) or "a closure, an array or the like, or it reads a clock"
+    said = (
+        f"training_step reads what an earlier run of it has changed ({where}), and runs for each of "
+        f"{plan.num_microbatches} microbatches of a batch. What shall change once for a batch is changed in "
+        "on_train_batch_end, or is a whole number in an attribute of the module that is set before training"
+    )
+    if plan.ranks_per_pipeline > 1:
+        raise ConfigurationError(
+            f"{said}. Ranks run it more or less often, so that stages would disagree"
+        )
+    if not carried.is_restored:
+        rank_zero_warn(
+            f"{said}. Runs before training have changed it, too, and could not put it back"
+        )
+    elif plan.num_microbatches > 1:
+        rank_zero_warn(f"{said}; strategy.num_microbatches=1 helps, too")
 
 
 def refuse_backward_hooks(module: nn.Module, graph: LayerGraph, plan: PipelinePlan) -> None:
