@@ -47,8 +47,8 @@ PURPOSES = {
     "repeatable": "storable results",
     "mixing": "samples apart",
     "difference": "mean of the loss",
-    "_forms_of": "known forms",
-    "of": "form of a microbatch",
+    "_known_sequences": "known call sequences",
+    "of": "calls of a microbatch",
     "run_step": "first step",
 }
 """By the function that runs the step: what for."""

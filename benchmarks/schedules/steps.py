@@ -187,7 +187,7 @@ def every_schedule(num_ranks: int) -> list[list[Case]]:
     ]
 
 
-def steps_of_other_forms(num_ranks: int) -> list[list[Case]]:
+def steps_of_other_kinds(num_ranks: int) -> list[list[Case]]:
     """Self-conditioning, a U-Net over slow links, and zero-bubble schedules with frozen work in their bubbles."""
     samples = 16 * num_ranks  # so that frozen work can be shared out evenly
     names = {"one long chain": LongChain, "self-conditioning": SelfConditioning}
@@ -214,4 +214,4 @@ def steps_of_other_forms(num_ranks: int) -> list[list[Case]]:
     return groups
 
 
-PARTS = {"schedules": every_schedule, "steps": steps_of_other_forms}
+PARTS = {"schedules": every_schedule, "steps": steps_of_other_kinds}

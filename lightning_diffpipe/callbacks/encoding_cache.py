@@ -235,7 +235,7 @@ class EncodingCache(L.Callback):
     def _choose(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any) -> frozenset[str]:
         """Returns names of modules whose outputs are stored; `refused` has reasons for other frozen ones."""
         steps = pipeline.engine.layout.steps
-        microbatch = microbatches(batch, pipeline.plan.num_microbatches, steps.form)[0]
+        microbatch = microbatches(batch, pipeline.plan.num_microbatches, steps.batch_spec)[0]
         partitioned = steps.of(microbatch, pipeline.seed)
         graph = partitioned.graph
         reasons = {

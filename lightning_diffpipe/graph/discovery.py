@@ -47,7 +47,7 @@ from lightning_diffpipe.graph.provenance import Buffer, LayerRecord, LeakError, 
 from lightning_diffpipe.graph.repeats import CallResults, Repeats
 from lightning_diffpipe.graph.side_effects import NoHooksWithoutGradients, gradients_noticed
 from lightning_diffpipe.graph.step import (
-    BatchForm,
+    BatchSpec,
     ModuleSplit,
     Step,
     add_sample,
@@ -126,7 +126,7 @@ class StepProbe:
     Attributes:
         module: Module the step is run on: the real one, or a fake copy of it.
         batch: A microbatch, fake if the module is.
-        form: Form of a larger batch, if it is known.
+        batch_spec: Structure of a larger batch, if it is known.
         mode: `LayerGraph.mode` of the graph.
         fake_mode: The mode of fake tensors, None for real ones.
         original: The module that `module` is a copy of, if it is one.
@@ -137,7 +137,7 @@ class StepProbe:
     step: Step
     batch: Any
     seed: int = 0
-    form: BatchForm | ModuleSplit | None = None
+    batch_spec: BatchSpec | ModuleSplit | None = None
     mode: str = "real"
     fake_mode: TrackedFakeMode | None = None
     original: nn.Module | None = None
@@ -153,7 +153,7 @@ class StepProbe:
         """Returns the same on a copy of the module without values."""
         copy, batch = fake_copy(self.module, mode), fake_batch(self.batch, mode)
         where = "fake", mode, self.module
-        return StepProbe(copy, self.step, batch, 0, self.form, *where, self.call_results)
+        return StepProbe(copy, self.step, batch, 0, self.batch_spec, *where, self.call_results)
 
     def discover(self, max_share: float, layer_names: Sequence[str] | None) -> LayerGraph:
         """Chooses layers by cost, expands those that leak, and traces them."""
@@ -241,10 +241,10 @@ class StepProbe:
             leaky=known.leaky if known else frozenset(leaky),
             watched=frozenset(uncalled_owners(self.module, tracer.called, layers)),
             signature=batch_signature(self.batch),
-            num_samples=count_samples(self.batch, self.form),
+            num_samples=count_samples(self.batch, self.batch_spec),
             mode=self.mode,
             of_more_samples=of_more_samples,
-            form=self.form,
+            batch_spec=self.batch_spec,
             hooks=_readers_of_hooked(tracer, layers_run, output_tags),
             weighted=weight_of(out) is not None,
             # Of the code between layers:
@@ -342,14 +342,14 @@ class StepProbe:
 
     def _tree_of_more_samples(self) -> CallTree | None:
         """Returns the tree of calls with one sample more, and what is seen there; None if the step does not run."""
-        if isinstance(self.form, ModuleSplit):  # a sample may have rows anywhere
+        if isinstance(self.batch_spec, ModuleSplit):  # a sample may have rows anywhere
             return None
         look = lambda arguments, out: (leading_dims(arguments), leading_dims(out))
         try:
             with self.fake_mode or contextlib.nullcontext():
                 larger = self.batch
-                if num_samples := count_samples(self.batch, self.form):
-                    larger = add_sample(self.batch, num_samples, self.form)
+                if num_samples := count_samples(self.batch, self.batch_spec):
+                    larger = add_sample(self.batch, num_samples, self.batch_spec)
             is_fake = self.fake_mode is not None
             return self._call_tree(self._new(larger), look, has_gradients=is_fake)
         except GraphError:  # a refusal, with any number of samples
@@ -388,10 +388,10 @@ class StepProbe:
         known: LayerGraph | None,
     ) -> tuple[_MoreSamples | None, list[_Rows]]:
         """Returns `LayerGraph.of_more_samples` and rows per sample of arguments and outputs of all layers."""
-        records, num_samples = tracer.records, count_samples(self.batch, self.form)
+        records, num_samples = tracer.records, count_samples(self.batch, self.batch_spec)
         # Another call sequence of the step may give the same calls other samples.
-        same_form = known and known.fine_names == tuple(tracer.fine_names)
-        dims = known.of_more_samples if known and same_form else None
+        same_calls = known and known.fine_names == tuple(tracer.fine_names)
+        dims = known.of_more_samples if known and same_calls else None
         more: list[_Dims] | None = None
         calls = list(map(_call_of, records))
         # Of calls without layers inside, several may have the same key.

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.step import BatchForm, ModuleSplit
+from lightning_diffpipe.graph.step import BatchSpec, ModuleSplit
 
 TensorKey = tuple[int, int]
 """(index of the layer, index of the tensor among the flattened leaves of the layer's output)."""
@@ -242,7 +242,7 @@ class LayerGraph:
         changes_gradients: Hooks are put on tensors, by glue or inside of layers, or on modules, which may change
             gradients.
         batch_writes: Tensors of the batch that the step writes in place, as `pytree.keystr` tells their places.
-        form: The parts of the batch it was planned with that have one entry per sample, or the module's own way.
+        batch_spec: Parts of the planned batch that have one entry per sample, or the module's own way to cut it.
         weighted: The step returns a weight besides its loss.
         call_results: Results of equal modules, for runs before training; see `repeats`.
     """
@@ -275,7 +275,7 @@ class LayerGraph:
     hooks: tuple[frozenset[int], ...] = field(default=(), compare=False, repr=False)
     changes_gradients: bool = field(default=False, compare=False, repr=False)
     batch_writes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
-    form: BatchForm | ModuleSplit | None = field(default=None, compare=False, repr=False)
+    batch_spec: BatchSpec | ModuleSplit | None = field(default=None, compare=False, repr=False)
     weighted: bool = False
     call_results: Any = field(default=None, compare=False, repr=False)
 

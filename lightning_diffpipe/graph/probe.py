@@ -37,7 +37,7 @@ from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.repeats import CallResults
 from lightning_diffpipe.graph.side_effects import generators_preserved, is_users
-from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step
+from lightning_diffpipe.graph.step import BatchSpec, ModuleSplit, Step
 from lightning_diffpipe.graph.trial import untouched
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def probe(
     max_share: float = 1 / 32,
     mode: Mode = "auto",
     layer_names: Sequence[str] | None = None,
-    form: BatchForm | ModuleSplit | None = None,
+    batch_spec: BatchSpec | ModuleSplit | None = None,
 ) -> LayerGraph:
     """Finds the layers of a step, what they read, which are frozen.
 
@@ -67,7 +67,7 @@ def probe(
         mode: "fake" runs without computing, "real" on values, "auto" tries fake first.
         layer_names: `LayerGraph.layer_names` of an earlier probe of the same step, unfolded, to keep its layers
             for a batch of another signature. See `reprobe` for folded graphs.
-        form: Form of the batch that the microbatch was cut from, or how the module cuts it.
+        batch_spec: Structure of the batch that the microbatch was cut from, or how the module cuts it.
 
     Returns:
         The graph; equal on all ranks, whatever parameters live there.
@@ -76,7 +76,7 @@ def probe(
         GraphError: The step cannot be cut: it takes gradients itself, has no trained parameter, reads parameters
             nobody registered, or differs from `layer_names`.
     """
-    step_probe = StepProbe(root, step, batch, seed, form=form)
+    step_probe = StepProbe(root, step, batch, seed, batch_spec=batch_spec)
     graph = _in_some_mode(mode, step_probe, lambda run: run.discover(max_share, layer_names))
     if layer_names is not None and graph.layer_names != tuple(layer_names):
         raise _other_sequence(layer_names, graph.layer_names)
@@ -84,11 +84,11 @@ def probe(
 
 
 def reprobe(
-    root: nn.Module, step: Step, batch: Any, graph: LayerGraph, *, any_form: bool = False
+    root: nn.Module, step: Step, batch: Any, graph: LayerGraph, *, any_sequence: bool = False
 ) -> LayerGraph:
     """Probes a batch of another signature, or call sequence, with the layers, folded or not, of a known graph.
 
-    With `any_form` it may call the layers in another order, more or less often, and train fewer parameters then.
+    With `any_sequence` it may call the layers in another order or number, and train fewer parameters then.
 
     Raises:
         GraphError: The step calls other layers for this batch, or trains other parameters.
@@ -104,14 +104,14 @@ def reprobe(
             whole = error.layer_name
             inside = dict(root.get_submodule(whole).named_modules(prefix=whole))
             finest = {name for name, module in inside.items() if not any(module.children())}
-            if not any_form or whole not in frozen - finest:
+            if not any_sequence or whole not in frozen - finest:
                 way = f"this batch takes another way through the step: {error}"
                 raise GraphError(way) from error
             # Every rank holds its weights. An autoencoder of videos keeps what it has seen of a clip so far.
             containers |= inside.keys() - finest
             layers = layers - {whole} | finest
     same_calls = (new.layer_names, new.fine_names) == (graph.layer_names, graph.fine_names)
-    if not same_calls and not any_form:
+    if not same_calls and not any_sequence:
         raise _other_sequence(graph.layer_names, new.layer_names)
     same_frozen = not same_calls or new.frozen == graph.frozen
     if not (same_frozen and new.trained <= graph.trained):
@@ -144,7 +144,7 @@ def probe_named(
         GraphError: They are not, or values leave them by another way than being returned.
     """
     layers = {*names, *(graph.layers[i].name for i in graph.frozen)}
-    step_probe = StepProbe(root, step, batch, seed, form=graph.form)
+    step_probe = StepProbe(root, step, batch, seed, batch_spec=graph.batch_spec)
     new = _in_some_mode(_how_known(graph), step_probe, lambda run: run.discover_named(layers))
     if new.path_names != tuple(names):
         raise GraphError(f"the trained layers are others: {other_calls(names, new.path_names)}")
@@ -165,7 +165,9 @@ def require_unchanged(root: nn.Module, step: Step, batch: Any, graph: LayerGraph
         _require_same("buffers written by layer " + new.name, *buffers)
     _require_known_reads("the loss, or what is logged,", now.tail_reads - graph.tail_reads, graph)
     _require_same("parameters read by the loss", graph.tail_parameters, now.tail_parameters)
-    seeded = probe(root, step, batch, layer_names=graph.fine_names, form=graph.form).seeded
+    seeded = probe(
+        root, step, batch, layer_names=graph.fine_names, batch_spec=graph.batch_spec
+    ).seeded
     _require_same("layers that sample random numbers", graph.seeded, seeded)
 
 
@@ -198,7 +200,9 @@ def _traced(
     `call_results` is that of the graph, where nothing can have changed what its modules compute since.
     """
     shared = call_results or CallResults()
-    step_probe = StepProbe(root, step, batch, seed, form=graph.form, call_results=shared)
+    step_probe = StepProbe(
+        root, step, batch, seed, batch_spec=graph.batch_spec, call_results=shared
+    )
     trace = lambda run: run.trace(layers, containers, known=graph)
     return _in_some_mode(_how_known(graph), step_probe, trace)
 

@@ -19,20 +19,20 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError
-from lightning_diffpipe.graph.chains import ONE_CHAIN, Chains, find_chains
-from lightning_diffpipe.graph.forms import (
-    MOST_FORMS,
-    Forms,
+from lightning_diffpipe.graph.call_sequences import (
+    MOST_SEQUENCES,
+    CallSequences,
     Moment,
     names_of,
     survey,
-    too_many_forms,
+    too_many_sequences,
 )
+from lightning_diffpipe.graph.chains import ONE_CHAIN, Chains, find_chains
 from lightning_diffpipe.graph.layer import LayerGraph, not_repeated
 from lightning_diffpipe.graph.probe import probe, probe_named
 from lightning_diffpipe.graph.rng import microbatch_seed
-from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step, take_samples
-from lightning_diffpipe.planning.profile import FormsSeen
+from lightning_diffpipe.graph.step import BatchSpec, ModuleSplit, Step, take_samples
+from lightning_diffpipe.planning.profile import SequenceShares
 
 _log = logging.getLogger(__name__)
 _NUM_PROBED_SAMPLES = 2
@@ -48,7 +48,7 @@ class ProbedStep:
         batch: One pipeline's batch, on the host.
         small: The batch the graph was probed with.
         graph: The layers.
-        forms: Call sequences of the step; the graph is that of the widest.
+        sequences: Call sequences of the step; the graph is that of the widest.
         chains: Backbones that know nothing of each other.
         num_samples: Samples of the batch.
         least_samples: Samples that each microbatch must have.
@@ -59,29 +59,29 @@ class ProbedStep:
     batch: Any
     small: Any
     graph: LayerGraph
-    forms: Forms
+    sequences: CallSequences
     chains: Chains = ONE_CHAIN
     num_samples: int = 1
     least_samples: int = 1
 
     @property
     def widest(self) -> Step:
-        """The step in the form of the graph."""
-        return self.forms.widest_of(self.step)
+        """The step with the call sequence of the graph."""
+        return self.sequences.widest_of(self.step)
 
     @property
-    def forms_seen(self) -> FormsSeen | None:
+    def sequence_shares(self) -> SequenceShares | None:
         """Frequencies of the call sequences, and the first layers they call; None if there is only one sequence."""
-        if self.forms.widest is None:
+        if self.sequences.widest is None:
             return None
         path = set(self.graph.path_names)
-        calls = [sum(name in path for name in names) for names in self.forms.names]
+        calls = [sum(name in path for name in names) for names in self.sequences.names]
         shares: dict[int, float] = {}  # of all sequences that begin there
-        for count, share in zip(calls, self.forms.shares, strict=True):
+        for count, share in zip(calls, self.sequences.shares, strict=True):
             first = max(calls[0] - count, 0)
             shares[first] = shares.get(first, 0.0) + share
-        return FormsSeen(
-            tuple((share, first) for first, share in shares.items()), self.forms.is_shared
+        return SequenceShares(
+            tuple((share, first) for first, share in shares.items()), self.sequences.is_shared
         )
 
 
@@ -113,17 +113,20 @@ def probe_step(
         ConfigurationError: It chooses its layers by random numbers of a generator of its own.
     """
     split = ModuleSplit.of(module)
-    form, number = split or BatchForm.of(batch, num_samples), min(_NUM_PROBED_SAMPLES, num_samples)
+    batch_spec, number = (
+        split or BatchSpec.of(batch, num_samples),
+        min(_NUM_PROBED_SAMPLES, num_samples),
+    )
     small = take_samples(batch, num_samples, number, split)
     with _telling_of_smaller_batch(number, num_samples):
-        graph, forms = _layers_and_forms(
-            module, step, small, form, seed, planned, arguments, moments
+        graph, sequences = _layers_and_sequences(
+            module, step, small, batch_spec, seed, planned, arguments, moments
         )
-    widest = forms.widest_of(step)
+    widest = sequences.widest_of(step)
     chains, least = find_chains(module, widest, small, graph), 1
     if num_samples > 1 and any(isinstance(m, _BatchNorm) and m.training for m in module.modules()):
         least = _least_samples(module, widest, take_samples(batch, num_samples, 1, split), graph)
-    return ProbedStep(module, step, batch, small, graph, forms, chains, num_samples, least)
+    return ProbedStep(module, step, batch, small, graph, sequences, chains, num_samples, least)
 
 
 @contextlib.contextmanager
@@ -144,20 +147,20 @@ def _telling_of_smaller_batch(number: int, size: int) -> Iterator[None]:
         raise
 
 
-def _layers_and_forms(
+def _layers_and_sequences(
     module: nn.Module,
     step: Step,
     batch: Any,
-    form: BatchForm | ModuleSplit,
+    batch_spec: BatchSpec | ModuleSplit,
     seed: int,
     planned: tuple[str, ...],
     arguments: tuple[Any, ...],
     moments: Sequence[Moment],
-) -> tuple[LayerGraph, Forms]:
-    """Returns the layers of a step, in the form with most calls, and the forms it takes."""
+) -> tuple[LayerGraph, CallSequences]:
+    """Returns the layers of a step, in its longest call sequence, and all its call sequences."""
 
     def probed(step: Step) -> LayerGraph:
-        graph = probe(module, step, batch, seed=seed, form=form)
+        graph = probe(module, step, batch, seed=seed, batch_spec=batch_spec)
         if not planned or graph.path_names == planned:
             return graph
         try:
@@ -171,29 +174,29 @@ def _layers_and_forms(
     graph = probed(step)
     seed_of = partial(microbatch_seed, seed, 0)
     try:
-        widest, forms = survey(module, step, batch, graph, seed_of, arguments, moments)
+        widest, sequences = survey(module, step, batch, graph, seed_of, arguments, moments)
     except DiffPipeError:
         raise
     except Exception as error:  # of any code, on numbers that mean nothing
-        _log.info("whether the step takes several forms cannot be found out: %s", str(error))
-        return graph, Forms()
-    if forms.widest is None:
-        return graph, forms
+        _log.info("whether the step has several call sequences cannot be found out: %s", str(error))
+        return graph, CallSequences()
+    if sequences.widest is None:
+        return graph, sequences
     if graph.generators:
         refuse_own_generators(graph)
     # The probe may have needed values of coins, which the longest sequence fixes.
     if names_of(widest) != graph.layer_names or graph.needs_values:
-        graph = probed(forms.widest.of_step(step))
-        widest, forms = survey(module, step, batch, graph, seed_of, arguments, moments)
+        graph = probed(sequences.widest.of_step(step))
+        widest, sequences = survey(module, step, batch, graph, seed_of, arguments, moments)
         if names_of(widest) != graph.layer_names:
             raise not_repeated(names_of(widest), graph.layer_names)
-    elif forms.by_reads:
-        graph = probed(forms.widest.of_step(step))
-    if len(forms.exemplars) > MOST_FORMS:
-        raise GraphError(too_many_forms(len(forms.exemplars)))
-    shares = ", ".join(f"{share:.0%}" for share in forms.shares)
-    _log.info("the step takes %d forms, in %s of the trials", len(forms.exemplars), shares)
-    return graph, forms
+    elif sequences.by_reads:
+        graph = probed(sequences.widest.of_step(step))
+    if len(sequences.replays) > MOST_SEQUENCES:
+        raise GraphError(too_many_sequences(len(sequences.replays)))
+    shares = ", ".join(f"{share:.0%}" for share in sequences.shares)
+    _log.info("the step has %d call sequences, in %s of the trials", len(sequences.replays), shares)
+    return graph, sequences
 
 
 def refuse_own_generators(graph: LayerGraph) -> None:
@@ -210,7 +213,14 @@ def refuse_own_generators(graph: LayerGraph) -> None:
 def _least_samples(module: nn.Module, step: Step, sample: Any, graph: LayerGraph) -> int:
     """Returns the samples that batch norms need: two, where of one they would see one value per channel."""
     try:
-        probe(module, step, sample, mode="fake", layer_names=graph.layer_names, form=graph.form)
+        probe(
+            module,
+            step,
+            sample,
+            mode="fake",
+            layer_names=graph.layer_names,
+            batch_spec=graph.batch_spec,
+        )
     except ValueError as error:
         return 2 if "more than 1 value per channel" in str(error) else 1
     except Exception as error:  # of any code, which needs values, say

@@ -384,7 +384,7 @@ class AttributeWrites:
         return increments
 
     def _now(self, attribute: Attribute) -> Any:
-        """Returns what the step has set; that of an exemplar may put it back in the end."""
+        """Returns what the step has set; that of a replay may put it back in the end."""
         attributes = self._before[attribute][0].__dict__
         return self._set.get(attribute, _MISSING) if attribute[1] in attributes else _MISSING
 

@@ -4,10 +4,10 @@ In goes a batch. A pipeline runs the step on one microbatch again and again, and
 each run gets containers of its own, and copies of those tensors that the probe saw written. Out come a loss, maybe
 a weight besides it, and what `self.log` was given.
 
-Which parts of a batch have one entry per sample is known from its form: tensors and arrays with so many rows, lists
-with so many entries, tuples of so many strings. What holds batched parts, `[images, labels]`, is a container
-however long it is; a pair of numbers is a value. Two pairs of captions may be either, so the form of a full batch
-is stored, and looked for in smaller ones. A module that knows better says it: see `ModuleSplit`.
+Which parts of a batch have one entry per sample is known from its structure: tensors and arrays with so many rows,
+lists with so many entries, tuples of so many strings. What holds batched parts, `[images, labels]`, is a container
+however long it is; a pair of numbers is a value. Two pairs of captions may be either, so the structure of a full
+batch is stored, and looked for in smaller ones. A module that knows better says it: see `ModuleSplit`.
 
 Which dimensions of what layers take and give count samples is learnt by running the step with one sample more: one
 that has `k * n` entries for `n` samples and `k * (n + 1)` for `n + 1` has `k` rows per sample. Comparing sizes with
@@ -49,7 +49,7 @@ def is_per_sample(node: Any, num_samples: int) -> bool:
 
 
 @dataclass(frozen=True)
-class BatchForm:
+class BatchSpec:
     """The parts of a batch that have one entry per sample, whatever their number.
 
     `spec` is the batch down to those parts, `per_sample` tells of each leaf whether it is one of them.
@@ -59,12 +59,12 @@ class BatchForm:
     per_sample: tuple[bool, ...]
 
     @classmethod
-    def of(cls, batch: Any, num_samples: int) -> BatchForm:
+    def of(cls, batch: Any, num_samples: int) -> BatchSpec:
         """Decides by a batch. Of `k` entries that hold `k` things each it takes them for parts of `k` samples."""
         return _decided(batch, num_samples)[1]
 
     def parts(self, batch: Any, num_samples: int) -> list[Any] | None:
-        """Returns the leaves of another batch; None if that is of another form."""
+        """Returns the leaves of another batch; None if that has another structure."""
         try:
             leaves = self.spec.flatten_up_to(batch)
         except Exception:  # of whatever containers compare
@@ -97,7 +97,7 @@ class ModuleSplit:
 
     @classmethod
     def of(cls, module: Any) -> ModuleSplit | None:
-        """Returns the form of a module's batches; None if it has no `split_batch`."""
+        """Returns a module's way to cut batches; None if it has no `split_batch`."""
         split_batch = getattr(module, "split_batch", None)
         if not callable(split_batch):
             return None
@@ -121,39 +121,41 @@ def change_samples(
     batch: Any,
     num_samples: int,
     changes: Sequence[Callable[[Any], Any]],
-    form: BatchForm | None = None,
+    batch_spec: BatchSpec | None = None,
 ) -> list[Any]:
     """Applies each change to all parts of the batch with one entry per sample; all else stays.
 
-    `form` is that of a larger batch, which tells more surely; it is not used if this one has another.
+    `batch_spec` is that of a larger batch, which tells more surely; it is not used if this one has another.
     """
-    leaves = form.parts(batch, num_samples) if form else None
-    if form is None or leaves is None:
-        leaves, form = _decided(batch, num_samples)
-    cuts = list(zip(leaves, form.per_sample, strict=True))
+    leaves = batch_spec.parts(batch, num_samples) if batch_spec else None
+    if batch_spec is None or leaves is None:
+        leaves, batch_spec = _decided(batch, num_samples)
+    cuts = list(zip(leaves, batch_spec.per_sample, strict=True))
     return [
-        pytree.tree_unflatten([change(leaf) if cut else leaf for leaf, cut in cuts], form.spec)
+        pytree.tree_unflatten(
+            [change(leaf) if cut else leaf for leaf, cut in cuts], batch_spec.spec
+        )
         for change in changes
     ]
 
 
 def take_samples(
-    batch: Any, total: int, count: int, form: BatchForm | ModuleSplit | None = None
+    batch: Any, total: int, count: int, batch_spec: BatchSpec | ModuleSplit | None = None
 ) -> Any:
     """Returns the first `count` samples of a batch of `total`; all that has another length is shared by all."""
-    if isinstance(form, ModuleSplit):
-        return batch if count == total else form.split(batch, [count, total - count])[0]
+    if isinstance(batch_spec, ModuleSplit):
+        return batch if count == total else batch_spec.split(batch, [count, total - count])[0]
     return change_samples(batch, total, [lambda part: part[:count]])[0]
 
 
-def _decided(batch: Any, num_samples: int) -> tuple[list[Any], BatchForm]:
-    """Returns the leaves of a batch, and its form."""
+def _decided(batch: Any, num_samples: int) -> tuple[list[Any], BatchSpec]:
+    """Returns the leaves of a batch, and its structure."""
 
     def is_leaf(node: Any) -> bool:
         return is_per_sample(node, num_samples)
 
     leaves, spec = pytree.tree_flatten(batch, is_leaf=is_leaf)
-    return leaves, BatchForm(spec, tuple(map(is_leaf, leaves)))
+    return leaves, BatchSpec(spec, tuple(map(is_leaf, leaves)))
 
 
 def sample_counts(batch: Any) -> dict[str, int]:
@@ -178,7 +180,7 @@ def sample_counts(batch: Any) -> dict[str, int]:
     }
 
 
-def count_samples(batch: Any, form: BatchForm | ModuleSplit | None = None) -> int | None:
+def count_samples(batch: Any, batch_spec: BatchSpec | ModuleSplit | None = None) -> int | None:
     """Returns the number of samples: dimension 0 of the first tensor or array, else the length of the first list.
 
     A module that counts them itself (`ModuleSplit`) is asked.
@@ -187,8 +189,8 @@ def count_samples(batch: Any, form: BatchForm | ModuleSplit | None = None) -> in
         >>> count_samples({"image": torch.zeros(4, 3, 8, 8), "caption": ["a", "b", "c", "d"]})
         4
     """
-    if isinstance(form, ModuleSplit) and form.count_samples is not None:
-        return int(form.count_samples(batch))
+    if isinstance(batch_spec, ModuleSplit) and batch_spec.count_samples is not None:
+        return int(batch_spec.count_samples(batch))
     leaves = pytree.tree_leaves(batch, is_leaf=_is_values)
     counts = [len(x) for x in leaves if isinstance(x, Tensor | np.ndarray) and x.ndim]
     counts += [len(x) for x in leaves if _is_values(x)]
@@ -198,15 +200,15 @@ def count_samples(batch: Any, form: BatchForm | ModuleSplit | None = None) -> in
     return counts[0] if counts else None
 
 
-def add_sample(batch: Any, num_samples: int, form: BatchForm | None = None) -> Any:
-    """Returns the batch with its first sample repeated at the end; for its form see `change_samples`."""
+def add_sample(batch: Any, num_samples: int, batch_spec: BatchSpec | None = None) -> Any:
+    """Returns the batch with its first sample repeated at the end; for its structure see `change_samples`."""
 
     def repeat(part: Any) -> Any:
         if isinstance(part, Tensor):
             return torch.cat([part, part[:1]])
         return np.concatenate([part, part[:1]]) if isinstance(part, np.ndarray) else part + part[:1]
 
-    return change_samples(batch, num_samples, [repeat], form)[0]
+    return change_samples(batch, num_samples, [repeat], batch_spec)[0]
 
 
 def _is_texts(node: tuple[Any, ...]) -> bool:

@@ -331,7 +331,9 @@ class StubbedRun(Run):
         if position < len(names):
             expected = f"{names[position]} was to come"
         else:
-            expected = f"its form has {len(names)} layer calls, with which another one begins"
+            expected = (
+                f"its call sequence has {len(names)} layer calls, with which another one begins"
+            )
         return GraphError(
             f"{caller()} calls {name} as layer call {position}, where {expected}: the step takes another way than "
             "when it was probed. Let coins of torch's, Python's or numpy's global generators decide, or the number "

@@ -197,7 +197,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         self.calls = self.model
         backbone = self.model.backbone
-        if backbone.passes or len(backbone.seen.forms) > 1:
+        if backbone.passes or len(backbone.seen.sequences) > 1:
             profile = folded(self.model.profile)
             self.model = replace(self.model, profile=profile, is_folded=True, _memo={})
 
@@ -329,13 +329,13 @@ class Evaluator:
         """Returns the mean time of the pipeline over the call sequences of its microbatches, in seconds."""
         frame, seen = self.frame(proposal), self.calls.backbone.seen
         pipeline, start_s = frame.pipeline, exchanged_s(frame.parts, costs) if frame.parts else 0.0
-        if len(seen.forms) == 1:
+        if len(seen.sequences) == 1:
             return makespan(pipeline.outline(()), costs, start_s)
         if proposal.shape.num_ranks == 1:  # stages leave calls out only as a whole
             costs = pipeline_costs(self.model, pipeline.links, proposal.runs, proposal.shape.sizes)
             return makespan(pipeline.outline(()), costs, start_s)
         starts, size = self._first_stages(proposal), len(proposal.shape.sizes)
-        shares = [share for share, _ in seen.forms]
+        shares = [share for share, _ in seen.sequences]
         if seen.shared:
             mixtures = [(start,) * size for start in starts]
         else:
@@ -348,8 +348,8 @@ class Evaluator:
     def _first_stages(self, proposal: Proposal) -> tuple[int, ...]:
         """Returns for each call sequence the first stage that it does not leave out."""
         stops = [run.stop for run in self.runs(proposal)]
-        forms = self.calls.backbone.seen.forms
-        return tuple(bisect_right(stops, first) for _, first in forms)
+        sequences = self.calls.backbone.seen.sequences
+        return tuple(bisect_right(stops, first) for _, first in sequences)
 
     def peak_bytes(self, proposal: Proposal) -> tuple[int, ...]:
         """Returns the memory of every rank."""
@@ -428,14 +428,14 @@ class Evaluator:
             copied_s=tuple(n / self.model.cluster.host_bytes_per_s for n in copied),
             offloaded_bytes=tuple(map(round, offloaded)),
         )
-        forms: tuple[tuple[float, int], ...] = ()
+        sequences: tuple[tuple[float, int], ...] = ()
         seen = self.calls.backbone.seen
-        if len(seen.forms) > 1:
+        if len(seen.sequences) > 1:
             states_s = self._states_s(proposal, costs)
             planned = replace(planned, expected_s=self._expected_s(proposal, costs) + states_s)
             # Of each call sequence: its share of the microbatches, and the stage at which it begins.
-            shares = (share for share, _ in seen.forms)
-            forms = tuple(zip(shares, self._first_stages(proposal), strict=True))
+            shares = (share for share, _ in seen.sequences)
+            sequences = tuple(zip(shares, self._first_stages(proposal), strict=True))
         shape = proposal.shape
         decided = replace(
             self.options,
@@ -457,7 +457,7 @@ class Evaluator:
             planned,
             costs,
             layers=tuple(layer.name for layer in self.calls.backbone.layers),
-            forms=forms,
+            sequences=sequences,
         )
 
     def _sent_bytes(self, proposal: Proposal) -> dict[str, int]:

@@ -48,9 +48,9 @@ def folded(profile: ModelProfile) -> ModelProfile:
     several call sequences a call takes what it does on average.
     """
     backbone = profile.backbones[0]
-    if len(backbone.seen.forms) > 1:
+    if len(backbone.seen.sequences) > 1:
         layers = tuple(
-            layer.scaled(sum(share for share, first in backbone.seen.forms if first <= i))
+            layer.scaled(sum(share for share, first in backbone.seen.sequences if first <= i))
             for i, layer in enumerate(backbone.layers)
         )
         backbone = replace(backbone, layers=layers)

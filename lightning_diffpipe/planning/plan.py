@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_diffpipe.errors import DiffPipeError, PlanError
-from lightning_diffpipe.planning.codec import Node, read_fields, read_value, write
+from lightning_diffpipe.planning.codec import Node, read_fields, read_value, stored, write
 from lightning_diffpipe.planning.cost import PipelineCosts
 from lightning_diffpipe.planning.filling import (
     EncodePart,
@@ -131,7 +131,7 @@ class PipelinePlan:
         costs: Costs that the predictions are computed from; None in plans written by hand.
         pieces: With filling, the frozen pieces of the next batch that `Encode` names.
         layers: Names of the layers that are cut, in order; empty where they are not known.
-        forms: `(share, first stage)` of the call sequences that the step had in trials, where there are several.
+        sequences: `(share, first stage)` of the call sequences that the step had in trials, if several.
         changes: Changes that would shorten the step, best first, if they were tried. Advice only:
             it does not count for the digest.
     """
@@ -143,7 +143,7 @@ class PipelinePlan:
     costs: PipelineCosts | None = None
     pieces: tuple[FrozenPiece, ...] = ()
     layers: tuple[str, ...] = ()
-    forms: tuple[tuple[float, int], ...] = ()
+    sequences: tuple[tuple[float, int], ...] = stored((), key="forms")
     changes: tuple[PlannedChange, ...] = ()
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ between and beyond the measured counts (but do not fall beyond the largest); siz
         {"name": "...", "forward_s": {"1": 0.001}, "parameter_bytes": 1,
          "output_bytes_per_sample": 1}]}]}
 
-Optional are the fields that have a default in `LayerProfile`, `BackboneProfile`, `FormsSeen` and `EncoderProfile`:
+Optional fields have a default in `LayerProfile`, `BackboneProfile`, `SequenceShares` and `EncoderProfile`:
 `"repeated_s": {"1": 0.001}` of a backbone; `"results": [{"bytes_per_sample": 1, "readers": [0, 7]}]` of an encoder;
 `"passes": [[0, 6], [6, 12]], "seen": {"forms": [[0.5, 0], [0.5, 6]], "shared": false}` of a backbone whose six
 layers are called twice, for half of the microbatches (self-conditioning).
@@ -217,15 +217,15 @@ class Skip:
 
 
 @dataclass(frozen=True, slots=True)
-class FormsSeen:
+class SequenceShares:
     """Frequencies of the call sequences of a step, counted in trials.
 
     Attributes:
-        forms: `(share, first call)`: a sequence calls the layers from this one on, the first one all of them.
+        sequences: `(share, first call)`: a sequence calls the layers from this one on, the first one all of them.
         shared: All microbatches of a batch have the same; else each throws its own coin.
     """
 
-    forms: tuple[tuple[float, int], ...] = ((1.0, 0),)
+    sequences: tuple[tuple[float, int], ...] = stored(((1.0, 0),), key="forms")
     shared: bool = True
 
 
@@ -253,16 +253,16 @@ class BackboneProfile:
     skips: tuple[Skip, ...] = ()
     passes: tuple[tuple[int, int], ...] = ()
     chains: tuple[tuple[str, int], ...] = stored((), never=True)
-    seen: FormsSeen = FormsSeen()
+    seen: SequenceShares = SequenceShares()
 
     @classmethod
     def from_node(cls, node: Node) -> BackboneProfile:
         """Reads the JSON form, whose positions are those of its layers."""
         backbone = read_fields(cls, node)
         num_layers = len(backbone.layers)
-        forms = backbone.seen.forms
-        if not math.isclose(sum(share for share, _ in forms), 1.0, abs_tol=1e-6) or (
-            max(first for _, first in forms) >= num_layers > 0
+        sequences = backbone.seen.sequences
+        if not math.isclose(sum(share for share, _ in sequences), 1.0, abs_tol=1e-6) or (
+            max(first for _, first in sequences) >= num_layers > 0
         ):
             raise node["seen"]["forms"].expected(
                 f"pairs [share, first layer], whose shares sum to 1, of {num_layers} layers"
@@ -495,7 +495,7 @@ def joined(profile: ModelProfile, opposite: bool = False) -> ModelProfile:
 
 
 def of_step(
-    profile: ModelProfile, starts: Sequence[int], seen: FormsSeen | None = None
+    profile: ModelProfile, starts: Sequence[int], seen: SequenceShares | None = None
 ) -> ModelProfile:
     """Returns the profile of the layers of a step, with its backbones and call sequences.
 

@@ -119,7 +119,7 @@ class LayerTimer:
     @property
     def counts(self) -> tuple[int, ...]:
         """Sample counts to time at."""
-        total = count_samples(self.batch, self.graph.form)
+        total = count_samples(self.batch, self.graph.batch_spec)
         counts = self.sample_counts or default_counts(total, self.microbatch_size)
         return tuple(n for n in counts if n >= self.least_samples) or (self.least_samples,)
 
@@ -300,10 +300,10 @@ class LayerTimer:
 
     def samples(self, count: int | None) -> Any:
         """Returns the first samples of the batch; all of it where the number is unknown, here or there."""
-        total = count_samples(self.batch, self.graph.form)
+        total = count_samples(self.batch, self.graph.batch_spec)
         if total is None or count is None or count == total:
             return self.batch
-        return take_samples(self.batch, total, count, self.graph.form)
+        return take_samples(self.batch, total, count, self.graph.batch_spec)
 
     def _report(self, what: str, share: float) -> None:
         if self.progress is not None:
@@ -383,7 +383,7 @@ def measure_costs(timer: LayerTimer) -> MeasuredCosts:
         ProfileError: The step cannot be run at any of the sample counts.
         GraphError: The step calls other layers than in its probe.
     """
-    total, counts = count_samples(timer.batch, timer.graph.form), timer.counts
+    total, counts = count_samples(timer.batch, timer.graph.batch_spec), timer.counts
     if total is not None and max(counts) > total:
         raise ProfileError(
             f"cannot time {max(counts)} samples with a batch of {total}; "

@@ -12,7 +12,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step, count_samples, take_samples
+from lightning_diffpipe.graph.step import BatchSpec, ModuleSplit, Step, count_samples, take_samples
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.planning.profile import ModelProfile, separated
 from lightning_diffpipe.profiling.measure import LayerTimer, Progress, measure_profile
@@ -83,13 +83,13 @@ def profile(
 def _probed(
     module: nn.Module, step: Step, batch: Any, max_share: float
 ) -> tuple[LayerGraph, tuple[int, ...]]:
-    form: BatchForm | ModuleSplit | None = ModuleSplit.of(module)
-    total = count_samples(batch, form)
+    batch_spec: BatchSpec | ModuleSplit | None = ModuleSplit.of(module)
+    total = count_samples(batch, batch_spec)
     if total is not None:
-        form = form or BatchForm.of(batch, total)
+        batch_spec = batch_spec or BatchSpec.of(batch, total)
         if total > _NUM_PROBED_SAMPLES:
-            batch = take_samples(batch, total, _NUM_PROBED_SAMPLES, form)
-    graph = probe(module, step, batch, max_share=max_share, form=form)
+            batch = take_samples(batch, total, _NUM_PROBED_SAMPLES, batch_spec)
+    graph = probe(module, step, batch, max_share=max_share, batch_spec=batch_spec)
     return graph, find_chains(module, step, batch, graph).starts
 
 

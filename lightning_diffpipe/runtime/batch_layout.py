@@ -6,8 +6,8 @@
 
 Tensors and numpy arrays are cut along dimension 0; lists and tuples of strings with one entry per sample
 (captions, ids, sizes, images) along their length. Dicts, tuples and lists of batched tensors are containers and
-keep their form. Scalars, `None` and zero-dimensional tensors go to every microbatch unchanged. A module may cut
-its batches itself, with a method `split_batch`.
+keep their structure. Scalars, `None` and zero-dimensional tensors go to every microbatch unchanged. A module may
+cut its batches itself, with a method `split_batch`.
 
 No layer runs here, and nothing is decided: everything follows from the plan and the batch's size. The last batch of
 an epoch may be smaller, so lowered schedules are cached by size, and a size that is new is probed first. With fewer
@@ -30,7 +30,7 @@ from lightning_diffpipe.comm.transport import MessageKey, message_key
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.rng import microbatch_seed
 from lightning_diffpipe.graph.step import (
-    BatchForm,
+    BatchSpec,
     ModuleSplit,
     Step,
     StepCall,
@@ -54,15 +54,15 @@ from lightning_diffpipe.runtime.partitioned import PartitionedStepCache
 from lightning_diffpipe.runtime.stage import MicrobatchWork
 
 
-def num_samples(batch: Any, form: BatchForm | ModuleSplit | None = None) -> int:
+def num_samples(batch: Any, batch_spec: BatchSpec | ModuleSplit | None = None) -> int:
     """Counts the samples of a batch, the common length of its tensors and lists; or asks the module.
 
     Raises:
         ConfigurationError: No tensor or list shows the number of samples, or they disagree; or there are
             tensors in a container that is not known to pytree.
     """
-    if isinstance(form, ModuleSplit):
-        return count_samples(batch, form) or 0
+    if isinstance(batch_spec, ModuleSplit):
+        return count_samples(batch, batch_spec) or 0
     if any(map(_cannot_be_cut, pytree.tree_leaves(batch))):
         leaves = pytree.tree_flatten_with_path(batch)[0]
         path, leaf = next((path, leaf) for path, leaf in leaves if _cannot_be_cut(leaf))
@@ -109,7 +109,7 @@ def microbatch_sizes(num_samples: int, num_microbatches: int) -> tuple[int, ...]
 
 
 def split(
-    batch: Any, sizes: Sequence[int], form: BatchForm | ModuleSplit | None = None
+    batch: Any, sizes: Sequence[int], batch_spec: BatchSpec | ModuleSplit | None = None
 ) -> list[Any]:
     """Cuts a batch into microbatches of the given sizes, in order.
 
@@ -117,27 +117,29 @@ def split(
         batch: Any nesting of dicts, lists, tuples and dataclasses known to pytree.
         sizes: Samples of each microbatch; they add up to the samples of the batch, by which one knows
             the parts that have one entry per sample.
-        form: Form of the batch the run was planned with, which is surer than a small one; or how the
+        batch_spec: Structure of the batch the run was planned with, which is surer than a small one; or how the
             module cuts it.
 
     Returns:
-        One batch of the same form for each size. Tensors and arrays are views.
+        One batch of the same structure for each size. Tensors and arrays are views.
 
     Example:
         >>> import torch
         >>> split({"x": torch.arange(3), "caption": ["a", "b", "c"], "scale": 2.0}, [2, 1])[1]
         {'x': tensor([2]), 'caption': ['c'], 'scale': 2.0}
     """
-    if isinstance(form, ModuleSplit):
-        return form.split(batch, sizes)
+    if isinstance(batch_spec, ModuleSplit):
+        return batch_spec.split(batch, sizes)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    return change_samples(batch, sum(sizes), [itemgetter(piece) for piece in slices], form)
+    return change_samples(batch, sum(sizes), [itemgetter(piece) for piece in slices], batch_spec)
 
 
-def microbatches(batch: Any, number: int, form: BatchForm | ModuleSplit | None = None) -> list[Any]:
+def microbatches(
+    batch: Any, number: int, batch_spec: BatchSpec | ModuleSplit | None = None
+) -> list[Any]:
     """Cuts a batch into so many microbatches, as even as possible; fewer are made of fewer samples."""
-    return split(batch, microbatch_sizes(num_samples(batch, form), number), form)
+    return split(batch, microbatch_sizes(num_samples(batch, batch_spec), number), batch_spec)
 
 
 def _cannot_be_cut(leaf: Any) -> bool:
@@ -232,7 +234,7 @@ class BatchLayout:
                 shared over the ranks.
         """
         sizes = microbatch_sizes(
-            num_samples(batch, self.steps.form), self.schedule.num_microbatches
+            num_samples(batch, self.steps.batch_spec), self.schedule.num_microbatches
         )
         works = self._works(batch, sizes, batch_index, arguments)
         inputs = self.steps.frozen_values
@@ -260,8 +262,8 @@ class BatchLayout:
             base, lowered, program, messages, works, frozen, total, groups is not None, inputs
         )
 
-    def still_takes_its_forms(self, step: StepWork) -> bool:
-        """Returns whether a step that was laid out in advance takes the forms that it took then."""
+    def still_has_its_sequences(self, step: StepWork) -> bool:
+        """Returns whether a step that was laid out in advance has the call sequences that it had then."""
         return all(
             self.steps.of(work.call.batch, work.seed, work.call.arguments, work.index == 0).graph
             is work.partitioned.graph
@@ -288,7 +290,7 @@ class BatchLayout:
     def _works(
         self, batch: Any, sizes: tuple[int, ...], batch_index: int, arguments: tuple[Any, ...]
     ) -> list[MicrobatchWork]:
-        microbatches = split(batch, sizes, self.steps.form)
+        microbatches = split(batch, sizes, self.steps.batch_spec)
         indices = range(len(microbatches))
         seeds = [microbatch_seed(self.seed, self.mesh.pipeline, batch_index, i) for i in indices]
         cut_steps = self.steps.of_batch(microbatches, seeds, arguments)

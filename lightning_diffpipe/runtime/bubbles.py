@@ -265,7 +265,7 @@ class Filler:
             try:
                 ended = begins and self._go_on(work, limit.allows, recording)
             except GraphError:
-                # The step takes another form now than it will: what decides, such as a counter, is of this batch.
+                # Its call sequence is another one now: what decides, such as a counter, is of this batch.
                 work.run, work.is_postponed, ended = None, True, True
             filled = recording.stamp()
             if not ended and not limit.is_overdue():

@@ -203,7 +203,7 @@ class FreeRunningEngine(Engine):
         step = self.layout.lay_out(batch, batch_index, arguments)
         if step.base is not self.layout.schedule:
             raise ConfigurationError(
-                f"batch {batch_index} takes a form of the step that calls layers several times, and without a "
+                f"batch {batch_index} has a call sequence with layers that are called several times, and without a "
                 "flush their gradients would be of different batches; choose a schedule that flushes, such as 1f1b"
             )
         if len(step.works) != self._per_batch:

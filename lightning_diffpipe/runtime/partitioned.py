@@ -1,9 +1,9 @@
-"""One callable, cut into stages for every size of microbatch it is called with, and every form it takes.
+"""One callable, cut into stages for every size of microbatch and every call sequence.
 
 One probe does not see all: the last batch of an epoch is smaller, images come in several sizes, and coins choose
-which layers a step calls. A signature, or a form, that was not seen before is probed then, and cut so that every
-layer runs on a rank that holds its weights: weights never move. A form with more calls than the planned one gets
-stages before it.
+which layers a step calls. A signature, or a call sequence, that was not seen before is probed then, and cut so
+that every layer runs on a rank that holds its weights: weights never move. A sequence with more calls than the
+planned one gets stages before it.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph.call_sequences import (
+    MOST_SEQUENCES,
+    CallSequence,
+    CallSequences,
+    CallSequenceView,
+    names_of,
+    probed_sequence,
+    too_many_sequences,
+)
 from lightning_diffpipe.graph.chains import without_gradient
 from lightning_diffpipe.graph.cut import Cut, cut, tail, uncut
-from lightning_diffpipe.graph.forms import (
-    MOST_FORMS,
-    Forms,
-    FormView,
-    StepForm,
-    names_of,
-    probed_form,
-    too_many_forms,
-)
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, first_difference, not_repeated
 from lightning_diffpipe.graph.probe import reprobe, require_unchanged
 from lightning_diffpipe.graph.side_effects import generators_preserved
-from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step, StepCall, batch_signature
+from lightning_diffpipe.graph.step import BatchSpec, ModuleSplit, Step, StepCall, batch_signature
 from lightning_diffpipe.graph.streaming import WeightStream
 from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.graph.view import DummyMemory, Memo, StageView
@@ -56,11 +56,11 @@ class PartitionedStepCache:
         local_rank: This rank's position.
         interception: The installed wrappers.
         device: Device of this rank.
-        known: Graphs of other signatures and forms, made while all parameters had values.
-        trials: Findings of trials of the step before training: the form that was planned with, whether microbatches
-            of one batch may take several (else the first stands for all), and, if there were some, that the code
+        known: Graphs of other signatures and call sequences, made while all parameters had values.
+        trials: Findings of trials of the step before training: the planned call sequence, whether microbatches of
+            one batch may have several (else the first stands for all), and, if there were some, that the code
             after the last layer runs on NaN.
-        forms: Known call sequences, if there are several.
+        sequences: Known call sequences, if there are several.
         recomputed: See `View`.
         stream: See `View`; None if the plan streams no layer of this rank.
         frozen_values: What frozen layers get in the latest batch; of microbatches whose calls were looked for.
@@ -75,8 +75,8 @@ class PartitionedStepCache:
     interception: Interception
     device: torch.device
     known: Sequence[LayerGraph] = ()
-    trials: Forms = field(default_factory=Forms)
-    forms: Sequence[StepForm] = ()
+    trials: CallSequences = field(default_factory=CallSequences)
+    sequences: Sequence[CallSequence] = ()
     recomputed: frozenset[str] = frozenset()
     stream: WeightStream | None = None
 
@@ -86,18 +86,20 @@ class PartitionedStepCache:
         bounds = [0, *self.positions, len(self.graph.path)]
         stage_of = [s for s, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
         self._planned = PlacedCalls(self.graph.path_names, tuple(stage_of), self.placement)
-        self._forms: dict[str, list[StepForm]] = {}  # a shape may decide what is called, too
-        self._first: tuple[str, StepForm] | None = None
-        self._graphs: dict[str, dict[StepForm | tuple[str, ...], LayerGraph]] = {}
-        self._views: dict[str, FormView] = {}
-        self._made: dict[tuple[str, StepForm], PartitionedStep] = {}
+        self._sequences: dict[
+            str, list[CallSequence]
+        ] = {}  # a shape may decide what is called, too
+        self._first: tuple[str, CallSequence] | None = None
+        self._graphs: dict[str, dict[CallSequence | tuple[str, ...], LayerGraph]] = {}
+        self._views: dict[str, CallSequenceView] = {}
+        self._made: dict[tuple[str, CallSequence], PartitionedStep] = {}
         self._cut_steps: dict[tuple[str, PlacedCalls], PartitionedStep] = {}
         self._memo: Memo | None = None
         self.frozen_values: list[Any] = []
         # Who has all layers can run whatever is called, and looks only where runs may differ. Of a step that has
         # not varied yet that would be a second run of its code for nothing.
         trials, is_alone = self.trials, self.placement.num_ranks == 1
-        self._only_runs = is_alone and len(trials.exemplars) == 1 and not trials.throws_coins
+        self._only_runs = is_alone and len(trials.replays) == 1 and not trials.throws_coins
         self._dummies = DummyMemory()
         # The probe saw host tensors, whose types autocast leaves alone.
         if self.device.type == "cpu":
@@ -105,10 +107,10 @@ class PartitionedStepCache:
         for other in self.known:
             self._add(other)
 
-    def _add(self, graph: LayerGraph, form: StepForm | None = None) -> LayerGraph:
+    def _add(self, graph: LayerGraph, sequence: CallSequence | None = None) -> LayerGraph:
         graphs = self._graphs.setdefault(graph.signature, {})
         same = (earlier for earlier in graphs.values() if earlier.digest == graph.digest)
-        return graphs.setdefault(form or graph.layer_names, next(same, graph))
+        return graphs.setdefault(sequence or graph.layer_names, next(same, graph))
 
     @property
     def needs_values(self) -> bool:
@@ -116,14 +118,14 @@ class PartitionedStepCache:
         return self.graph.needs_values
 
     @property
-    def form(self) -> BatchForm | ModuleSplit | None:
-        """Form of the batch that was planned with."""
-        return self.graph.form
+    def batch_spec(self) -> BatchSpec | ModuleSplit | None:
+        """Structure of the batch that was planned with."""
+        return self.graph.batch_spec
 
     def of(
         self, microbatch: Any, seed: int, arguments: tuple[Any, ...] = (), is_first: bool = True
     ) -> PartitionedStep:
-        """Returns the cut step for a microbatch; probes sizes and forms that were not seen before.
+        """Returns the cut step for a microbatch; probes sizes and call sequences that were not seen before.
 
         Args:
             microbatch: A part of a batch.
@@ -140,23 +142,23 @@ class PartitionedStepCache:
         graph = next(iter(self._graphs[key].values()))
         if key not in self._views:
             alike = graph.layer_names == self.graph.layer_names
-            self._forms[key] = list(self.forms) if alike else []
-            self._views[key] = FormView(
+            self._sequences[key] = list(self.sequences) if alike else []
+            self._views[key] = CallSequenceView(
                 self.root, graph, self.interception, self._dummies,
-                bears_nan=bool(self.trials.exemplars), by_reads=self.trials.by_reads,
+                bears_nan=bool(self.trials.replays), by_reads=self.trials.by_reads,
             )  # fmt: skip
         view, self.frozen_values = self._views[key], [] if is_first else self.frozen_values
         call = StepCall(self.step, self.root, microbatch, arguments, graph.batch_writes)
         if self._only_runs and not graph.counters:
-            self._first = key, probed_form(graph)
+            self._first = key, probed_sequence(graph)
         elif is_first or self.trials.throws_coins or self._first is None or self._first[0] != key:
-            self._first = key, view.form_of(call, seed, self._forms[key])
+            self._first = key, view.sequence_of(call, seed, self._sequences[key])
             self.frozen_values += view.frozen_values
-        form = self._first[1]
-        if (key, form) not in self._made:
-            graph = self._graph_of(form, key, call, seed)
-            self._made[key, form] = self._within(graph, self._calls_of(graph))
-        return self._made[key, form]
+        sequence = self._first[1]
+        if (key, sequence) not in self._made:
+            graph = self._graph_of(sequence, key, call, seed)
+            self._made[key, sequence] = self._within(graph, self._calls_of(graph))
+        return self._made[key, sequence]
 
     def of_batch(
         self, microbatches: Sequence[Any], seeds: Sequence[int], arguments: tuple[Any, ...] = ()
@@ -179,26 +181,26 @@ class PartitionedStepCache:
             views = self._made[self._first].stage_views.values()
             self._only_runs = self._only_runs and not any(view.has_varied for view in views)
 
-    def _graph_of(self, form: StepForm, key: str, call: StepCall, seed: int) -> LayerGraph:
-        """Returns the graph of a form that one of the microbatches takes now."""
-        if form not in self._forms[key]:
-            if len(self._forms[key]) == MOST_FORMS:
-                raise GraphError(too_many_forms(MOST_FORMS + 1))
-            self._forms[key].append(form)
-        names = names_of(form)
-        sequence = form if form.reads else names
-        if sequence not in self._graphs[key]:
+    def _graph_of(self, sequence: CallSequence, key: str, call: StepCall, seed: int) -> LayerGraph:
+        """Returns the graph of a call sequence that one of the microbatches has now."""
+        if sequence not in self._sequences[key]:
+            if len(self._sequences[key]) == MOST_SEQUENCES:
+                raise GraphError(too_many_sequences(MOST_SEQUENCES + 1))
+            self._sequences[key].append(sequence)
+        names = names_of(sequence)
+        graph_key = sequence if sequence.reads else names
+        if graph_key not in self._graphs[key]:
             with untouched(self.root), generators_preserved(self.root):
-                _, exemplar = self._views[key].exemplar(call, seed, call.arguments)
-            graph = self._probed(key, call.batch, exemplar.of_step(self.step))
+                _, replay = self._views[key].record(call, seed, call.arguments)
+            graph = self._probed(key, call.batch, replay.of_step(self.step))
             if graph.layer_names != names:
                 raise not_repeated(names, graph.layer_names)
-            self._add(graph, form if form.reads else None)
-        return self._graphs[key][sequence]
+            self._add(graph, sequence if sequence.reads else None)
+        return self._graphs[key][graph_key]
 
     def _probed(self, key: str, microbatch: Any, step: Step) -> LayerGraph:
         try:
-            return reprobe(self.root, step, microbatch, self.graph, any_form=True)
+            return reprobe(self.root, step, microbatch, self.graph, any_sequence=True)
         except Exception as error:  # of the user's own code, say, which finds NaN
             if not self.needs_values:
                 raise
@@ -263,7 +265,7 @@ class PartitionedStepCache:
         return partitioned
 
     def _calls_of(self, graph: LayerGraph) -> PlacedCalls:
-        """Returns the planned calls if a form fits on their stages, else its own, on ranks that hold the layers."""
+        """Returns the planned calls if a sequence fits on their stages, else its own, on ranks with the layers."""
         if self._cut(graph, self._planned) is not None:
             return self._planned
         calls = self._planned.extended(graph.path_names)
@@ -292,17 +294,17 @@ class PartitionedStepCache:
     def _does_not_fit(self, graph: LayerGraph) -> GraphError:
         planned = self.graph
         return GraphError(
-            f"the step takes a form of {len(graph.path)} calls of trained layers that does not fit on the ranks "
+            f"the step has a sequence of {len(graph.path)} calls of trained layers that does not fit on the ranks "
             f"of the one that was planned, of {len(planned.path)}: "
             f"{first_difference(planned.path_names, graph.path_names)}. "
-            "Let it take the form with most calls in one of its first batches, from which all is planned, or move "
+            "Let it take the longest sequence in one of its first batches, from which all is planned, or move "
             "the branch inside the forward of one module"
         )
 
 
 @dataclass(frozen=True)
 class PlacedCalls:
-    """The layer calls of a form, in order, and where they run.
+    """The layer calls of a sequence, in order, and where they run.
 
     Attributes:
         names: The layers that are called.
@@ -320,7 +322,7 @@ class PlacedCalls:
         return [bisect_left(self.stage_of, s) for s in range(1, self.placement.num_stages)]
 
     def extended(self, names: Sequence[str]) -> PlacedCalls | None:
-        """Returns the calls of a wider form: its last ones on these stages, all others on stages before them.
+        """Returns the calls of a longer sequence: its last ones on these stages, all others on stages before them.
 
         Returns:
             None if it calls a layer that no rank holds, or leaves out one that was planned.
@@ -355,14 +357,14 @@ class PlacedCalls:
 def aligned(
     names: Sequence[str], planned: Sequence[str], stage_of: Sequence[int], placement: Placement
 ) -> Iterator[list[int]]:
-    """Yields ways to give the layer calls of a form to the stages of the planned one.
+    """Yields ways to give the layer calls of a sequence to the stages of the planned one.
 
     A call goes to the stage of the planned call that it is equal to, counted from the end of the step, or from its
     beginning; one that has none goes to the nearest stage of its backbone whose rank holds the layer.
 
     Args:
-        names: Layers that the form calls, in order.
-        planned: Calls of the planned form.
+        names: Layers that the sequence calls, in order.
+        planned: Calls of the planned sequence.
         stage_of: Stage of every planned call.
         placement: Ranks of the stages.
 

@@ -290,7 +290,7 @@ class ChainEnds:
                 key, cut_step = MessageKey("end", stage, work.index), work.partitioned
                 message = TensorMessage.of(cut_step.graph, cut_step.cut.stages[stage].sent)
                 if self.local_rank == rank:
-                    # Nothing of a chain that this form of the step leaves out.
+                    # Nothing of a chain that this call sequence leaves out.
                     buffer = message.pack(work.ends.pop(stage, {}), self.runner.device)
                     sends.append(Parcel(key, buffer, self._reporter))
                 else:

@@ -70,8 +70,8 @@ class PartitionedStep:
         graph: Layers of the step.
         cut: Layers of each stage, and tensors that cross its boundaries.
         stage_views: The stages this rank holds.
-        frozen_view: The frozen part; without layers if this form of the step calls no frozen one.
-        placement: Ranks of the stages: those planned, or with more before them for a form with more calls.
+        frozen_view: The frozen part; without layers if this call sequence has no frozen one.
+        placement: Ranks of the stages: those planned, or with more before them for a sequence with more calls.
         tail_view: The code after the last layer alone, where the losses of several chains are put together.
     """
 

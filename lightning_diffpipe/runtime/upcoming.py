@@ -46,7 +46,7 @@ from torch import Tensor
 
 from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.forms import are_equal
+from lightning_diffpipe.graph.call_sequences import are_equal
 from lightning_diffpipe.planning.filling import (
     LOOKAHEAD_BATCHES,
     SHARES_PERIOD,
@@ -161,7 +161,7 @@ class PreparedBatches:
                 "before. Do not change batches in callbacks or in on_train_batch_start; change them in the data "
                 "set or in on_after_batch_transfer, or train with filling=none"
             )
-        if not self._layout.still_takes_its_forms(prepared.step):
+        if not self._layout.still_has_its_sequences(prepared.step):
             if prepared.step.frozen is not None:
                 self.filler.drop_first()
             return None

@@ -18,9 +18,9 @@ from torch import nn
 
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.errors import PlanError, raised_by_all
+from lightning_diffpipe.graph.call_sequences import CallSequence, CallSequenceView
 from lightning_diffpipe.graph.calltree import is_compiled
 from lightning_diffpipe.graph.cut import Cut, require_hooks_within_stages
-from lightning_diffpipe.graph.forms import FormView, StepForm
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import place_parameters
@@ -110,7 +110,7 @@ def assemble(
             warn_of_statistics(graph, pieces, placement)
             if difference := MeanCheck(probed, interception).difference(plan.num_microbatches):
                 rank_zero_warn(difference)
-        step_forms = _forms_of(probed, interception)
+        sequences = _known_sequences(probed, interception)
         one_process = None
         if options.verify:  # on the device: random numbers and types are those of training there
             batch, count = tree_to(probed.batch, mesh.device), plan.num_microbatches
@@ -131,7 +131,7 @@ def assemble(
         interception.refuse(homes)
         steps = PartitionedStepCache(
             module, probed.step, graph, positions, placement, mesh.local_rank, interception,
-            process.device, graphs, probed.forms, step_forms, recomputed, stream,
+            process.device, graphs, probed.sequences, sequences, recomputed, stream,
         )  # fmt: skip
         trained = {n: p for n, p in parameters.items() if n in resident and n in graph.trained}
         size = None if plan.options.frozen_group_size == "auto" else plan.options.frozen_group_size
@@ -217,7 +217,7 @@ def _cut_as_planned(
     refuse_written_weights(graph, plan)
     if plan.ranks_per_pipeline > 1 and graph.generators:
         refuse_own_generators(graph)
-    refuse_carried_state(probed.forms.carried, plan)
+    refuse_carried_state(probed.sequences.carried, plan)
     # Frozen parts are laid out again for each batch, whose last one may be smaller.
     programs = tuple(
         tuple(i for i in program if not isinstance(i, Encode | ExchangeFrozen))
@@ -226,7 +226,9 @@ def _cut_as_planned(
     schedule = replace(plan.schedule, programs=programs)
     pieces = cut_for(graph, positions, schedule.placement)
     # Without flushes no two ranks may train the same.
-    between = probed.forms.read | (frozenset() if plan.runs_free else in_no_layer(module, graph))
+    between = probed.sequences.read | (
+        frozenset() if plan.runs_free else in_no_layer(module, graph)
+    )
     graph, pieces = held_for_all_batches(module, graph, pieces, between)
     refuse_unrunnable(schedule, pieces)
     refuse_shared_weights(plan, graph, pieces)
@@ -255,14 +257,14 @@ def _planned_graphs(
     if not graph.needs_values:
         return []
     here = tree_to(probed.batch, device)
-    exemplars = probed.forms.exemplars if probed.forms.widest else ()
-    steps = [form.of_step(probed.step) for form in exemplars] or [probed.step]
+    replays = probed.sequences.replays if probed.sequences.widest else ()
+    steps = [replay.of_step(probed.step) for replay in replays] or [probed.step]
     try:
         with placed(probed.module, device):
-            parts = microbatches(here, plan.num_microbatches, graph.form)
+            parts = microbatches(here, plan.num_microbatches, graph.batch_spec)
             unlike = {batch_signature(part): part for part in parts}
             return [
-                reprobe(probed.module, step, part, graph, any_form=len(steps) > 1)
+                reprobe(probed.module, step, part, graph, any_sequence=len(steps) > 1)
                 for part in unlike.values()
                 for step in steps
             ]
@@ -271,19 +273,19 @@ def _planned_graphs(
         return []
 
 
-def _forms_of(probed: ProbedStep, interception: Interception) -> list[StepForm]:
+def _known_sequences(probed: ProbedStep, interception: Interception) -> list[CallSequence]:
     """Returns the known call sequences of a step, in calls of a graph's layers; empty if there is only one."""
-    module, graph, forms = probed.module, probed.graph, probed.forms
-    if forms.widest is None:
+    module, graph, trials = probed.module, probed.graph, probed.sequences
+    if trials.widest is None:
         return []
-    view = FormView(module, graph, interception, bears_nan=True, by_reads=forms.by_reads)
-    sequences: list[StepForm] = []
+    view = CallSequenceView(module, graph, interception, bears_nan=True, by_reads=trials.by_reads)
+    sequences: list[CallSequence] = []
     with untouched(module):
-        for exemplar in forms.exemplars:
+        for replay in trials.replays:
             call = StepCall(
-                exemplar.of_step(probed.step), module, probed.small, (), graph.batch_writes
+                replay.of_step(probed.step), module, probed.small, (), graph.batch_writes
             )
-            sequences.append(view.exemplar(call, exemplar.seed)[0])
+            sequences.append(view.record(call, replay.seed)[0])
     return sequences
 
 

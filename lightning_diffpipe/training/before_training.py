@@ -32,7 +32,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DistributedSampler
 
 from lightning_diffpipe.errors import ConfigurationError, raised_by_all
-from lightning_diffpipe.graph.forms import Moment
+from lightning_diffpipe.graph.call_sequences import Moment
 from lightning_diffpipe.graph.trial import in_trial
 from lightning_diffpipe.training.loader import place_of, telling_place
 from lightning_diffpipe.training.patching import made_on_demand, patched

@@ -180,7 +180,7 @@ def basis_of(
             profile, speeds = _profile(timer, options.profile, world)
             if speeds and not cluster.rank_speeds:
                 cluster = replace(cluster, rank_speeds=speeds)
-            profile = of_step(profile, probed.chains.starts, probed.forms_seen)
+            profile = of_step(profile, probed.chains.starts, probed.sequence_shares)
             if process.rank == 0:
                 profile = _knowing_encoders(timer, profile, options.encode_first)
             basis = Basis(profile, cluster)

@@ -32,8 +32,8 @@ from lightning_diffpipe.comm.rendezvous import (
 )
 from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import raised_by_all
+from lightning_diffpipe.graph.call_sequences import Moment
 from lightning_diffpipe.graph.fakes import without_garbage_collection
-from lightning_diffpipe.graph.forms import Moment
 from lightning_diffpipe.graph.probed_step import ProbedStep, probe_step
 from lightning_diffpipe.graph.step import ModuleSplit, Step
 from lightning_diffpipe.host_memory import keep_freed_memory
@@ -132,9 +132,9 @@ def _probed_and_planned(
             require_equal(probed.graph.digest, world)
             refuse_one_chain(probed.chains, options)
         # One that reads a clock may have found another.
-        forms = replace(probed.forms, carried=agree(probed.forms.carried, world))
-        probed = replace(probed, forms=forms)
-    if probed.forms.moves_frozen and options.plan is None and process.world_size > 1:
+        sequences = replace(probed.sequences, carried=agree(probed.sequences.carried, world))
+        probed = replace(probed, sequences=sequences)
+    if probed.sequences.moves_frozen and options.plan is None and process.world_size > 1:
         _log.info("what frozen layers get follows the step: they run when a batch is due")
         options = replace(options, filling="none")
     warn_of_whole_compiled(module, probed.graph)

@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 
 from lightning_diffpipe.comm.mesh import Mesh, gathered_objects
 from lightning_diffpipe.errors import ConfigurationError, PlanError
+from lightning_diffpipe.graph.call_sequences import Carried
 from lightning_diffpipe.graph.calltree import (
     has_backward_hooks,
     has_global_backward_hooks,
@@ -43,7 +44,6 @@ from lightning_diffpipe.graph.calltree import (
 )
 from lightning_diffpipe.graph.chains import Chains
 from lightning_diffpipe.graph.cut import Cut
-from lightning_diffpipe.graph.forms import Carried
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probed_step import ProbedStep
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
@@ -376,7 +376,11 @@ def refuse_one_chain(chains: Chains, options: PipelineOptions) -> None:
 
 def refuse_ahead(plan: PipelinePlan, probed: ProbedStep) -> None:
     """Refuses a plan by which frozen layers run ahead, if they would get what was right for an earlier step."""
-    if probed.forms.moves_frozen and plan.ranks_per_pipeline > 1 and plan.options.filling != "none":
+    if (
+        probed.sequences.moves_frozen
+        and plan.ranks_per_pipeline > 1
+        and plan.options.filling != "none"
+    ):
         raise PlanError(
             f"the plan has filling={plan.options.filling}, by which frozen layers run for later batches, but what "
             "they get follows the step (global_step, current_epoch or a counter); plan again with "

@@ -109,7 +109,7 @@ class StepWatch:
     def _require_unchanged(self) -> None:
         batch, arguments = self._latest
         number, steps = self.layout.schedule.num_microbatches, self.layout.steps
-        steps.require_unchanged(microbatches(batch, number, steps.form)[0], arguments)
+        steps.require_unchanged(microbatches(batch, number, steps.batch_spec)[0], arguments)
 
     def _changed_modes(self) -> str:
         changed = [

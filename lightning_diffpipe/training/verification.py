@@ -77,7 +77,7 @@ def run_whole(
     """Runs all layers of a batch on this rank; the module must still be whole.
 
     Args:
-        probed: The module and its step; a step of several forms takes the widest.
+        probed: The module and its step; a step of several call sequences takes the longest.
         interception: The installed wrappers.
         batch: One pipeline's batch, where the module is.
         num_microbatches: As planned.
@@ -87,12 +87,12 @@ def run_whole(
     module, step, graph = probed.module, probed.step, probed.graph
     steps = PartitionedStepCache(
         module, step, graph, (), Placement(((0,),)), 0, interception, next(module.parameters()).device,
-        trials=probed.forms,
+        trials=probed.sequences,
     )  # fmt: skip
-    sizes = microbatch_sizes(num_samples(batch, graph.form), num_microbatches)
+    sizes = microbatch_sizes(num_samples(batch, graph.batch_spec), num_microbatches)
     loss, total, dtypes = 0.0, 0.0, {parameter.dtype for parameter in module.parameters()}
     with untouched(module):
-        parts = split(batch, sizes, graph.form)
+        parts = split(batch, sizes, graph.batch_spec)
         for index, (size, part) in enumerate(zip(sizes, parts, strict=True)):
             part_seed = microbatch_seed(seed, pipeline, 0, index)
             partitioned = steps.of(part, part_seed)
@@ -188,10 +188,10 @@ class MeanCheck:
 
         Where the loss is, nothing is said of what is logged.
         """
-        total = num_samples(self.probed.batch, self.probed.graph.form)
+        total = num_samples(self.probed.batch, self.probed.graph.batch_spec)
         if num_microbatches == 1 or total < 2:
             return ""
-        if isinstance(self.probed.graph.form, ModuleSplit):
+        if isinstance(self.probed.graph.batch_spec, ModuleSplit):
             _log.info("the module cuts its batches itself, so that losses are not compared")
             return ""
         first = -(-total // num_microbatches)
@@ -223,7 +223,7 @@ class MeanCheck:
         sampled = _RowsOfDraws(total, repeated)
         everything, rows = slice(0, total), (slice(0, first), slice(first, total))
         whole, _ = self._run(self.probed.batch, everything, values, sampled, seed)
-        parts = split(self.probed.batch, (first, total - first), self.probed.graph.form)
+        parts = split(self.probed.batch, (first, total - first), self.probed.graph.batch_spec)
         pieces = [
             self._run(part, part_rows, values, sampled, seed)
             for part, part_rows in zip(parts, rows, strict=True)

@@ -76,8 +76,10 @@ class Explanation:
             "links; more can only be won with less work."
         ]
         if planned.expected_s is not None:
-            forms = ((percent(share), first) for share, first in self.plan.forms)
-            seen = ", ".join(f"{s} from stage {n} on" if n else f"{s} all stages" for s, n in forms)
+            sequences = ((percent(share), first) for share, first in self.plan.sequences)
+            seen = ", ".join(
+                f"{s} from stage {n} on" if n else f"{s} all stages" for s, n in sequences
+            )
             lines.append(
                 f"That is its longest call sequence. Over all that were seen (of microbatches, {seen}) a "
                 f"step is expected to take {seconds(planned.expected_s)} without filling; plans are chosen by that."

@@ -185,12 +185,12 @@ def reference(settings: Settings, num_microbatches: int, num_pipelines: int = 1)
         """Runs a global batch as the pipelines would: share by share, microbatch by microbatch."""
 
         def training_step(self, batch, batch_idx):
-            form = ModuleSplit.of(self)
-            total = num_samples(batch, form)
+            batch_spec = ModuleSplit.of(self)
+            total = num_samples(batch, batch_spec)
             number, loss = self.trainer.fit_loop.epoch_loop.total_batch_idx, 0.0
             for pipeline, share in enumerate(shares(batch, num_pipelines)):
-                sizes = microbatch_sizes(num_samples(share, form), num_microbatches)
-                parts = split(share, sizes, form)
+                sizes = microbatch_sizes(num_samples(share, batch_spec), num_microbatches)
+                parts = split(share, sizes, batch_spec)
                 for index, (size, part) in enumerate(zip(sizes, parts, strict=True)):
                     rng.seed_all(derived_seed(SEED, pipeline, number, index), host=True)
                     loss = loss + super().training_step(part, batch_idx) * size / total

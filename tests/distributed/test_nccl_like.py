@@ -33,7 +33,7 @@ SHORT = {
         # History: each rank's first call was a receive, and on NCCL none returned before the peer's send.
         (2, 2, INTERLEAVED, PLAIN),
         pytest.param(3, 2, {"num_stages": 2, "num_replicas": (1, 2)}, PLAIN, marks=pytest.mark.slow),
-        # History: receives began as where all microbatches take the longest form, though a coin chooses it.
+        # History: receives began as where all microbatches have the longest call sequence; a coin chooses it.
         (2, 4, {"num_stages": 2, "filling": "none"}, COINS),
         row(3, 8, {"num_stages": 3}, COINS),
         row(2, 4, ZERO_BUBBLE, COINS),

@@ -205,7 +205,7 @@ class Listing(Coin):
 
 @pytest.mark.parametrize("coin", ["random", "global_step"])
 def test_what_a_step_keeps_knows_nothing_of_trials(coin):
-    """History: a form that was met for the first time put a loss of NaN into such lists."""
+    """History: a call sequence that was met for the first time put a loss of NaN into such lists."""
     module = Listing(coin).double()
     module.seen = []
     fit_module(module, strategy={"num_microbatches": 3}, max_steps=4, max_epochs=-1)
@@ -227,8 +227,8 @@ class Reading(TinyDiffusion):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_step_that_reads_values_between_layers_takes_one_form(num_ranks):
-    """History: its form was looked for with NaN in place of layers, of which it could make no whole number."""
+def test_a_step_that_reads_values_between_layers_has_one_call_sequence(num_ranks):
+    """History: its calls were looked for with NaN in place of layers, of which it could make no whole number."""
     check_parity(num_ranks, module_class=Reading, strategy={"num_stages": num_ranks})
 
 
@@ -246,7 +246,7 @@ class Counting(TinyDiffusion):
         return super().training_step(batch, batch_idx)
 
 
-def test_what_a_step_counts_is_not_counted_where_its_form_is_recognised():
+def test_what_a_step_counts_is_not_counted_where_its_calls_are_recognised():
     """History: with one stage the first microbatch of every batch was counted twice."""
     module = make(Counting)
     fit_module(module, data=Data(batch_size=4))
@@ -275,8 +275,8 @@ class Later(Unforeseen, Coin):
         return super().training_step(batch, batch_idx)
 
 
-def trains_a_late_form(num_ranks, max_steps, strategy, **module):
-    """Planned with the form of the first batches, and equal to one process."""
+def trains_a_late_sequence(num_ranks, max_steps, strategy, **module):
+    """Planned with the call sequence of the first batches, and equal to one process."""
     outcomes, _ = check_parity(
         num_ranks, 4, tolerance=1e-9, strategy={"num_stages": num_ranks, **strategy},
         trainer={"max_steps": max_steps}, data={"batch_size": 4, "size": 56}, **module,
@@ -292,13 +292,13 @@ def trains_a_late_form(num_ranks, max_steps, strategy, **module):
         (3, {"tied": True}, {"schedule": "zero_bubble"}),
     ],
 )
-def test_a_form_with_more_calls_than_were_planned(num_ranks, module, strategy):
+def test_a_sequence_with_more_calls_than_were_planned(num_ranks, module, strategy):
     """History: it was refused; now stages before the planned ones run it, where the weights lie.
 
-    History: where frozen layers had run for a batch that then took another form, the batches after it got the
-    numbers of others, and the run ended, as if a callback had changed them.
+    History: where frozen layers had run for a batch that then had another call sequence, the batches after it got
+    the numbers of others, and the run ended, as if a callback had changed them.
     """
-    trains_a_late_form(num_ranks, 7, strategy, module_class=Later, module=module)
+    trains_a_late_sequence(num_ranks, 7, strategy, module_class=Later, module=module)
 
 
 class SecondLoss(Unforeseen):
@@ -325,14 +325,14 @@ class SecondLoss(Unforeseen):
         (1, SecondLoss, {"reads": True}, {}),  # nothing is looked for before it runs
     ],
 )
-def test_a_late_form_that_begins_with_all_calls_of_a_known_one(
+def test_a_late_sequence_that_begins_with_all_calls_of_a_known_one(
     num_ranks, module_class, module, strategy
 ):
     """History: it ended the run, as the code after the last layer, which alone tells, was not run before.
 
     Gradients are on in both passes.
     """
-    trains_a_late_form(num_ranks, 5, strategy, module_class=module_class, module=module)
+    trains_a_late_sequence(num_ranks, 5, strategy, module_class=module_class, module=module)
 
 
 class Scored(TinyDiffusion):
@@ -349,14 +349,14 @@ class Scored(TinyDiffusion):
         return loss
 
 
-def test_what_follows_the_last_layer_is_left_alone_where_forms_are_recognised():
+def test_what_follows_the_last_layer_is_left_alone_where_calls_are_recognised():
     module, recorder = make(Scored), Recorder()
     fit_module(module, 1, Data(batch_size=4), {"num_microbatches": 1}, callbacks=[recorder])
     assert module.seen == [4] * len(recorder.losses)
     assert float(module.score.compute()) == pytest.approx(sum(recorder.losses))
 
 
-class ManyForms(TinyDiffusion):
+class ManySequences(TinyDiffusion):
     """Refines its prediction so many times as a die says."""
 
     def __init__(self, sides=3, **options):
@@ -375,7 +375,7 @@ class ManyForms(TinyDiffusion):
     [
         (Coin, {"p": 0.0}, 1),  # a coin that always falls alike is none
         (Coin, {"p": 1.0}, 2),
-        (ManyForms, {}, 3),
+        (ManySequences, {}, 3),
     ],
 )
 def test_as_many_passes_are_planned_as_there_are(module_class, module, num_passes):
@@ -383,9 +383,11 @@ def test_as_many_passes_are_planned_as_there_are(module_class, module, num_passe
     assert outcomes[0].plan.num_passes == num_passes
 
 
-def test_more_forms_than_can_be_planned_are_refused():
-    with pytest.raises(GraphError, match=r"takes 1[0-2] forms.* 8 can be planned.*fewer coins"):
-        fit_module(make(ManyForms, sides=12), strategy={"num_microbatches": 1}, max_steps=1)
+def test_more_sequences_than_can_be_planned_are_refused():
+    with pytest.raises(
+        GraphError, match=r"has 1[0-2] call sequences.* 8 can be planned.*fewer coins"
+    ):
+        fit_module(make(ManySequences, sides=12), strategy={"num_microbatches": 1}, max_steps=1)
 
 
 def train(rank, world_size, epochs, save=None, load=None, module_class=Twice):

@@ -145,7 +145,7 @@ class Runner:
         self.graph = probe(self.module, step, probed, max_share=1 / NUM_BLOCKS)
         self.known = {}
 
-    def reprobe(self, root, step, batch, graph, any_form):
+    def reprobe(self, root, step, batch, graph, any_sequence):
         key = batch_signature(batch)
         if key not in self.known:
             self.known[key] = probe(

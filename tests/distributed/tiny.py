@@ -164,7 +164,7 @@ class Twice(TinyDiffusion):
 
 
 class Coin(Twice):
-    """Estimates first in some steps only: the step takes two forms.
+    """Estimates first in some steps only: the step has two call sequences.
 
     Args:
         coin: What decides: `random`, `torch`, `bernoulli` or `first` (all thrown for every microbatch),

@@ -605,12 +605,12 @@ class Remembers(nn.Module):
         (1, {"x": torch.ones(1, 4)}, True),
     ],
 )
-def test_batches_of_another_structure_or_form_are_measured_themselves(size, other, at_once):
+def test_batches_of_another_structure_or_sequence_are_measured_themselves(size, other, at_once):
     """Two rows of a table, or of a batch; two of one sample, or one of each of two: sizes do not tell."""
     root = Remembers()
     graph = probe(root, step, {"x": torch.ones(size, 4)})
     root.at_once = at_once
-    found = reprobe(root, step, other, graph, any_form=True)
+    found = reprobe(root, step, other, graph, any_sequence=True)
     alone = probe(root, step, other)
     rows_of = lambda g: [(la.argument_rows, la.outputs[0].rows) for la in g.layers]
     assert rows_of(found) == rows_of(alone)

@@ -10,11 +10,11 @@ from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     EncoderLayerProfile,
     EncoderProfile,
-    FormsSeen,
     FrozenResult,
     LayerProfile,
     ModelProfile,
     Seconds,
+    SequenceShares,
     Skip,
 )
 from lightning_diffpipe.planning.proposals import all_cuts, shapes
@@ -49,7 +49,11 @@ def twice(profile, share=1.0, feedback_bytes=0):
     ]
     first[-1] = replace(first[-1], boundary_bytes_per_sample=feedback_bytes)
     again = [replace(layer, parameter_bytes=0, gradient_bytes=0) for layer in backbone.layers]
-    seen = FormsSeen(((share, 0), (1 - share, size)), shared=False) if share < 1 else FormsSeen()
+    seen = (
+        SequenceShares(((share, 0), (1 - share, size)), shared=False)
+        if share < 1
+        else SequenceShares()
+    )
     passes = ((0, size), (size, 2 * size))
     both = replace(backbone, layers=(*first, *again), passes=passes, seen=seen)
     in_both = lambda readers: (*readers, *(size + reader for reader in readers))

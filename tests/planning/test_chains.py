@@ -10,7 +10,7 @@ from lightning_diffpipe.errors import PartitionError
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import chain_cuts, opposite_cuts
-from lightning_diffpipe.planning.profile import FormsSeen, Skip, joined, of_step, separated
+from lightning_diffpipe.planning.profile import SequenceShares, Skip, joined, of_step, separated
 from lightning_diffpipe.planning.search import find_plan
 
 from .profiles import equal_profile, random_cluster, random_profile, several_backbones
@@ -109,7 +109,7 @@ def test_backbones_come_apart_as_they_were_joined():
     assert separated(whole, (0,)) == whole
     assert of_step(whole, (0, 4)) == of_step(both, (0, 4)) == both
     assert of_step(both, (0,)) == whole
-    seen = FormsSeen(((0.5, 0), (0.5, 4)))
+    seen = SequenceShares(((0.5, 0), (0.5, 4)))
     assert of_step(both, (0,), seen).backbones[0] == replace(whole.backbones[0], seen=seen)
     apart = joined(both, opposite=True).backbones[0]
     assert [x.boundary_bytes_per_sample for x in apart.layers] == [4, 4, 4, 0, 6, 6, 6, 6, 6, 0]

@@ -125,7 +125,9 @@ def cut_down(name, most):
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [4, row(8)])
 @pytest.mark.parametrize("name", [*RUNNABLE, "interleaved", "v", "zero_bubble_v"])
-def test_smaller_batches_and_those_of_several_forms_receive_in_order_and_wait_anywhere(name, most):
+def test_smaller_batches_and_those_of_several_sequences_receive_in_order_and_wait_anywhere(
+    name, most
+):
     """History: receives began as the full schedule has them, where instructions are missing not at all: most
     mixtures of coins, and of smaller batches of interleaved stages, ended with a KeyError. And ranks that wait
     for their devices waited for ever in two passes of eight microbatches, for which two buffers are too few.

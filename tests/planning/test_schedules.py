@@ -58,7 +58,7 @@ EXAMPLES = {
     "passes": (two_passes(4, 4), {"activation": (0, 0, 0, 0, 2, 0, 0, 0)}),
     "passes_both_with_gradients": (two_passes(2, 3, no_grad=()), {}),
     "passes_teacher_last": (two_passes(3, 3, no_grad=(3, 4)), {}),
-    "forms": (two_passes(3, 4).starting_at((3, 0, 3, 0)), {}),
+    "call_sequences": (two_passes(3, 4).starting_at((3, 0, 3, 0)), {}),
     "gpipe": (gpipe(4, 4), {}),
     "1f1b": (one_f_one_b(4, 6), {}),
     "1f1b_replicas_1_3": (one_f_one_b(Placement.of_replicas((1, 3)), 6), {}),
@@ -117,17 +117,17 @@ def test_a_pass_without_gradients_is_a_wave_where_ranks_hold_two_stages(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [one_f_one_b, zero_bubble, gpipe])
-def test_microbatches_of_other_forms_leave_passes_out(spec):
-    """Every mixture runs without deadlock, and takes no longer than the form with all calls."""
+def test_microbatches_of_other_sequences_leave_passes_out(spec):
+    """Every mixture runs without deadlock, and takes no longer than the sequence with all calls."""
     for S, M in product((2, 3, 4), (1, 2, 4)):
         full, plain = two_passes(S, M, spec), simulate(spec(S, M)).iteration_s
         for mixture in product((0, S), repeat=M):
-            form = full.starting_at(mixture)
-            check_laws(lower(form))
-            step_s = simulate(form).iteration_s
-            assert makespan(outline_of(form, (1,) * M), in_ticks(form)) == pytest.approx(step_s)
+            mixed = full.starting_at(mixture)
+            check_laws(lower(mixed))
+            step_s = simulate(mixed).iteration_s
+            assert makespan(outline_of(mixed, (1,) * M), in_ticks(mixed)) == pytest.approx(step_s)
             assert plain - 1e-9 <= step_s <= simulate(full).iteration_s + 1e-9
-        assert simulate(form).iteration_s == pytest.approx(plain)  # none estimates
+        assert simulate(mixed).iteration_s == pytest.approx(plain)  # none estimates
 
 
 @pytest.mark.parametrize("spec", [one_f_one_b, zero_bubble, gpipe])

@@ -31,11 +31,11 @@ from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     EncoderLayerProfile,
     EncoderProfile,
-    FormsSeen,
     FrozenResult,
     LayerProfile,
     ModelProfile,
     Seconds,
+    SequenceShares,
     joined,
     separated,
 )
@@ -315,7 +315,7 @@ def test_a_self_conditioned_step_takes_as_long_as_the_paper_says(S, M, feedback_
 def test_a_pass_that_some_microbatches_take_is_planned_by_its_share():
     half = twice(equal_profile(4, 0.3), 0.5)
     plan = find_plan(half, Cluster(2), PlanOptions(8, 2, 4, 1, 1))
-    assert plan.forms == ((0.5, 0), (0.5, 2))
+    assert plan.sequences == ((0.5, 0), (0.5, 2))
     assert PipelinePlan.from_json(plan.to_json()) == plan
     assert str(explain(plan, half, Cluster(2), budget_s=1))
 
@@ -782,20 +782,20 @@ def expected_s(cut, num_microbatches):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_expected_time_over_forms_is_minimised(shared):
-    """History: the time of the form with most calls was, for which another cut is best."""
+def test_the_expected_time_over_sequences_is_minimised(shared):
+    """History: the time of the longest sequence was, for which another cut is best."""
     layers = [
         LayerProfile(f"layer{i}", Seconds.per_sample(s), Seconds.per_sample(2 * s * trained), gradient=trained)
         for trained, times in zip((False, True), PASSES, strict=True)
         for i, s in enumerate(times)
     ]  # fmt: skip
-    seen = FormsSeen(((0.25, 0), (0.75, 5)), shared)
+    seen = SequenceShares(((0.25, 0), (0.75, 5)), shared)
     backbone = BackboneProfile("x", tuple(layers), passes=((0, 5), (5, 10)), seen=seen)
     profile = ModelProfile("self-conditioned", (backbone,))
     assert ModelProfile.from_json(profile.to_json()) == profile
     best = find_plan(profile, Cluster(2), PlanOptions(8, num_stages=2, data_parallel=1))
     assert PipelinePlan.from_json(best.to_json()) == best
-    assert best.forms == ((0.25, 0), (0.75, 2))
+    assert best.sequences == ((0.25, 0), (0.75, 2))
     cuts = product(range(1, 5), (1, 2, 4, 8))
     assert best.planned.expected_s == pytest.approx(
         min(starmap(expected_s, cuts)), rel=1e-9 if shared else 0.1

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_diffpipe.graph.forms import Forms
+from lightning_diffpipe.graph.call_sequences import CallSequences
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.probed_step import ProbedStep
 from lightning_diffpipe.graph.step import fresh
@@ -70,7 +70,7 @@ class TakesOut(Denoiser):
         return self.loss(batch.pop("image"), text)
 
 
-class ChangesForm(Denoiser):
+class ChangesShape(Denoiser):
     def forward(self, batch):
         image = batch["image"].unsqueeze_(1)
         return self.loss(image.squeeze(1), batch["text"])
@@ -91,7 +91,7 @@ class NeedsValues(WritesInPlace):
 
 
 KINDS = [
-    PutsInPlace, WritesInPlace, WritesBehindTheLayers, TakesOut, ChangesForm, WritesWithinALayer, NeedsValues
+    PutsInPlace, WritesInPlace, WritesBehindTheLayers, TakesOut, ChangesShape, WritesWithinALayer, NeedsValues
 ]  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def test_verification_and_profiles_leave_the_batch_alone():
     before = copy.deepcopy(batch)
     profile(module, batch, step=step, repeats=1, sample_counts=(2, 6))
     graph = probe(module, step, batch)
-    probed = ProbedStep(module, step, batch, batch, graph, Forms())
+    probed = ProbedStep(module, step, batch, batch, graph, CallSequences())
     with intercepted(module) as interception:
         run_whole(probed, interception, batch, 3, seed=0)
     torch.testing.assert_close(batch, before, rtol=0, atol=0)

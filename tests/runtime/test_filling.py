@@ -191,8 +191,8 @@ def test_what_is_ahead_is_finished_in_order_and_given_up_together():
     assert works[1].results == {}
 
 
-class OtherForm(FakeFrozen):
-    """Frozen work of a step that takes the form it was prepared in only when its batch is due."""
+class OtherSequence(FakeFrozen):
+    """Frozen work of a step that has the call sequence it was prepared with only when its batch is due."""
 
     is_due = False
 
@@ -208,11 +208,11 @@ class OtherForm(FakeFrozen):
         return run
 
 
-def test_a_batch_that_takes_another_form_too_early_runs_when_it_is_due():
-    """History: a counter chose the form, and a batch prepared two steps ahead but begun in one ended training."""
+def test_a_batch_with_another_call_sequence_too_early_runs_when_it_is_due():
+    """History: a counter chose the calls, and a batch prepared two steps ahead but begun in one ended training."""
     clock = FakeClock()
     filler = Filler(FillingTimes("opportunistic", clock))
-    early, after = OtherForm(clock), FakeFrozen(clock)
+    early, after = OtherSequence(clock), FakeFrozen(clock)
     filler.add(early)
     filler.add(after)
     recording = Recording(0, clock)
@@ -226,7 +226,7 @@ def test_a_batch_that_takes_another_form_too_early_runs_when_it_is_due():
 
 
 def test_a_step_that_differs_from_its_probe_when_it_is_due_ends_training():
-    filler, work = Filler(FillingTimes("opportunistic", FakeClock())), OtherForm(FakeClock())
+    filler, work = Filler(FillingTimes("opportunistic", FakeClock())), OtherSequence(FakeClock())
     filler.add(work)
     with pytest.raises(GraphError, match="the probe saw 4"):
         filler.finish(work, Recording(0, FakeClock()))
@@ -430,7 +430,7 @@ def lookahead_batches(filling, backend):
     layout = RankLayout(2, Placement.of_replicas([1, 1]))
     mesh = SimpleNamespace(backend=backend, layout=layout, gathered=lambda numbers: [numbers] * 2)
     layout = SimpleNamespace(
-        mesh=mesh, num_encoding=None, still_takes_its_forms=lambda step: True,
+        mesh=mesh, num_encoding=None, still_has_its_sequences=lambda step: True,
         steps=SimpleNamespace(frozen_values=[torch.ones(2)]),
     )  # fmt: skip
     return PreparedBatches(filling, layout, Clock())
@@ -447,7 +447,7 @@ def test_filling_until_a_message_arrives_is_refused_where_no_host_sees_it():
 
 
 def test_pipelines_wait_for_each_other_once_for_each_batch_they_train_on(monkeypatch):
-    """History: whenever a batch was laid out, which each pipeline does as often as its own forms want it."""
+    """History: whenever a batch was laid out, which each pipeline does as often as its own calls want it."""
     asked = []
 
     def summed(mesh, number):

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.step import BatchForm, add_sample, count_samples, take_samples
+from lightning_diffpipe.graph.step import BatchSpec, add_sample, count_samples, take_samples
 from lightning_diffpipe.runtime.batch_layout import (
     BatchLayout,
     microbatch_sizes,
@@ -119,21 +119,21 @@ PAIRS = {
 def test_two_pairs_are_distinguished_from_two_parts_by_a_larger_batch(entry):
     """History: of a probe on two samples, and of a last batch of two, every microbatch got halves of both."""
     large, small = ({"x": torch.zeros(n), "part": [entry] * n} for n in (8, 2))
-    form = BatchForm.of(large, 8)
-    first, second = split(small, [1, 1], form)
+    batch_spec = BatchSpec.of(large, 8)
+    first, second = split(small, [1, 1], batch_spec)
     assert len(first["part"]) == len(second["part"]) == 1
     assert second["part"][0] is entry
-    assert len(add_sample(small, 2, form)["part"]) == 3
-    assert add_sample(small, 2, form)["part"][2] is entry
+    assert len(add_sample(small, 2, batch_spec)["part"]) == 3
+    assert add_sample(small, 2, batch_spec)["part"][2] is entry
 
 
 def test_two_parts_are_distinguished_from_two_pairs_by_a_larger_batch():
     large, small = ([torch.zeros(n), [("a",) * n, ("b",) * n]] for n in (8, 2))
-    assert split(small, [1, 1], BatchForm.of(large, 8))[1][1] == [("a",), ("b",)]
+    assert split(small, [1, 1], BatchSpec.of(large, 8))[1][1] == [("a",), ("b",)]
 
 
-def test_a_batch_of_another_form_is_looked_at_anew():
-    form = BatchForm.of({"x": torch.zeros(8, 2), "caption": None, "scale": 2.0}, 8)
+def test_a_batch_of_another_structure_is_decided_by_itself():
+    batch_spec = BatchSpec.of({"x": torch.zeros(8, 2), "caption": None, "scale": 2.0}, 8)
     for other in (
         {"x": torch.zeros(2, 2), "caption": ["a", "b"], "scale": 2.0},
         {"x": torch.zeros(2, 2), "caption": None, "scale": torch.ones(2)},
@@ -141,7 +141,7 @@ def test_a_batch_of_another_form_is_looked_at_anew():
         {"x": torch.zeros(2, 2)},
         [torch.zeros(2, 2)],
     ):
-        got, expected = split(other, [1, 1], form), split(other, [1, 1])
+        got, expected = split(other, [1, 1], batch_spec), split(other, [1, 1])
         assert repr(got) == repr(expected)
 
 

@@ -9,7 +9,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.forms import Forms
+from lightning_diffpipe.graph.call_sequences import CallSequences
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.probed_step import ProbedStep
 from lightning_diffpipe.training.assembly import _planned_graphs
@@ -57,7 +57,7 @@ def test_a_step_that_reads_values_is_probed_in_all_planned_sizes_while_they_are_
     """History: the first microbatch of another size was probed on NaN, and the user's own check ended it."""
     module, batch, plan = layers(), torch.randn(5, 4), SimpleNamespace(num_microbatches=2)
     graph = probe(module, guarded, batch[:2])
-    probed = ProbedStep(module, guarded, batch, batch[:2], graph, Forms())
+    probed = ProbedStep(module, guarded, batch, batch[:2], graph, CallSequences())
     known = _planned_graphs(probed, plan, torch.device("cpu"))
     assert [other.num_samples for other in known] == [3, 2]
     assert known[0].layer_names == graph.layer_names
@@ -96,7 +96,7 @@ def test_dummies_of_all_sizes_share_the_memory_of_the_largest():
             batch = torch.randn(size, 4)
             torch.testing.assert_close(ranks.run_step(batch, 0), plain(layers(), batch).item())
     memories = [rank.engine.layout.steps._dummies._largest for rank in ranks.ranks]
-    # The form of a microbatch is found with dummies for all layers.
+    # The call sequence of a microbatch is found with dummies for all layers.
     assert [[memory.numel() for memory in found.values()] for found in memories] == [[8 * 4]] * 2
     assert all(memory.isnan().all() for memory in memories[1].values())
 

@@ -173,7 +173,7 @@ def test_numbers_are_summed_as_wide_as_a_device_can(device, dtype):
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_layer_that_all_holders_leave_out_gets_no_gradient(parts, monkeypatch, more):
-    """History: it got zeros, by which Adam's moments and weight decay moved it, in forms without the layer."""
+    """History: it got zeros, by which Adam's moments and weight decay moved it, in sequences without the layer."""
     parameters, start = parts
     parameters["weight07"].grad = None
     monkeypatch.setattr(mesh, "dist", Sums(more=more))

@@ -17,7 +17,7 @@ from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.comm import bandwidth
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.errors import ConfigurationError, GraphError, PlanError
-from lightning_diffpipe.graph.forms import Forms
+from lightning_diffpipe.graph.call_sequences import CallSequences
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.placement import is_placeholder, leave_on_host, place_parameters
 from lightning_diffpipe.graph.probe import probe
@@ -168,7 +168,7 @@ def test_a_module_is_verified_where_it_is_trained(monkeypatch):
     monkeypatch.setattr(assembly, "_connect", lambda *arguments: (mesh, {}))
     process = pipeline.Process(0, 2, torch.device("meta"), "gloo", 1.0)
     batch, step = torch.ones(2, 4), lambda module, batch: module(batch).mean()
-    probed = ProbedStep(MODULE, step, batch, batch, GRAPH, Forms())
+    probed = ProbedStep(MODULE, step, batch, batch, GRAPH, CallSequences())
     with pytest.raises(StopIteration):
         assembly.assemble(probed, PLAN, process, PipelineOptions(verify=True), seed=0)
     assert places == [torch.device("meta"), "run"]

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError, PlanError
-from lightning_diffpipe.graph.forms import survey
+from lightning_diffpipe.graph.call_sequences import survey
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.probed_step import probe_step
 from lightning_diffpipe.training.refusals import refuse_carried_state
@@ -444,10 +444,10 @@ def test_runs_in_search_of_coins(reads):
     batch = torch.randn(2, 2)
     graph = probe(module, step, batch)
     runs.clear()
-    _, forms = survey(module, step, batch, graph, lambda *numbers: 100 + sum(numbers))
+    _, sequences = survey(module, step, batch, graph, lambda *numbers: 100 + sum(numbers))
     assert most - 3 <= len(runs) <= most if most > 38 else len(runs) == most
-    assert (forms.widest is not None) == (reads in ("torch's coin", "Python's coin"))
-    assert forms.throws_coins == (most not in (5, 35))
+    assert (sequences.widest is not None) == (reads in ("torch's coin", "Python's coin"))
+    assert sequences.throws_coins == (most not in (5, 35))
 
 
 class Slots:
@@ -543,7 +543,7 @@ def test_state_that_a_step_reads_again_is_named(where, early, monkeypatch):
     module = Counting()
     if where == "counts":
         module.counts = counts()  # with which it cannot be copied
-    carried = probe_step(module, step, torch.randn(4, 2), 4, seed=1).forms.carried
+    carried = probe_step(module, step, torch.randn(4, 2), 4, seed=1).sequences.carried
     assert (carried is not None) == (where in PLACES)
     if carried is not None:
         assert carried.names == ((where,) if where in NAMED else ())

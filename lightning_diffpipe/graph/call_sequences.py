@@ -52,7 +52,7 @@ from lightning_diffpipe.graph.view import DummyMemory, Stop, StubbedRun, View, i
 _Read = tuple[int, Any]
 
 
-class StepForm(NamedTuple):
+class CallSequence(NamedTuple):
     """A call sequence of a step.
 
     Attributes:
@@ -73,18 +73,18 @@ _Line = tuple[str, int]
 _Number = tuple[_Line, Any]
 
 
-def names_of(form: StepForm) -> tuple[str, ...]:
+def names_of(sequence: CallSequence) -> tuple[str, ...]:
     """Returns the modules of the layers of a call sequence, in order."""
-    return tuple(name for name, _ in form.calls)
+    return tuple(name for name, _ in sequence.calls)
 
 
-def probed_form(graph: LayerGraph) -> StepForm:
+def probed_sequence(graph: LayerGraph) -> CallSequence:
     """Returns the call sequence that a graph was probed with, for a step that has no other."""
-    return StepForm(tuple((name, True) for name in graph.layer_names))
+    return CallSequence(tuple((name, True) for name in graph.layer_names))
 
 
 @dataclass(frozen=True)
-class Exemplar:
+class Replay:
     """The values with which a step has a call sequence again: of its coins, its counters and its arguments.
 
     Attributes:
@@ -121,7 +121,7 @@ class Exemplar:
         return repeated
 
 
-class FormView(View):
+class CallSequenceView(View):
     """Recognises the call sequences of a step, for microbatches of one signature; other arguments as of `View`.
 
     Args:
@@ -164,7 +164,9 @@ class FormView(View):
         metrics = {name for name, module in root.named_modules() if has_own_tensors(module)}
         self._owners = [root.get_submodule(name) for name in sorted(owners | metrics)]
 
-    def form_of(self, call: StepCall, seed: int, known: Collection[StepForm] = ()) -> StepForm:
+    def sequence_of(
+        self, call: StepCall, seed: int, known: Collection[CallSequence] = ()
+    ) -> CallSequence:
         """Returns the call sequence of one microbatch; one of those that are known, or another.
 
         Args:
@@ -181,31 +183,33 @@ class FormView(View):
             GraphError: The step calls a layer that it did not call when it was probed.
         """
         if self.graph.needs_values and len(known) < 2:
-            return next(iter(known), probed_form(self.graph))
+            return next(iter(known), probed_sequence(self.graph))
         patterns: Collection[_Pattern] | None = None
         if not self._goes_on:
-            patterns = [form.calls for form in known]
+            patterns = [sequence.calls for sequence in known]
             patterns = patterns or [tuple((n, None) for n in self.graph.layer_names)]
         generators: Callable[[], Any] = contextlib.nullcontext
         if self.graph.generators:  # on one rank
             generators = partial(generators_preserved, self.root)
         with untouched(self.root, self._owners):
             with self.restored.preserved(), generators():
-                form = self._walked(self._run(patterns), call, seed)
-            if form is None:
+                sequence = self._walked(self._run(patterns), call, seed)
+            if sequence is None:
                 with untouched(self.root), self.restored.preserved(), generators():
-                    form = self._walked(self._run(None), call, seed)
-        assert form is not None
-        return form
+                    sequence = self._walked(self._run(None), call, seed)
+        assert sequence is not None
+        return sequence
 
-    def extreme_form(self, call: StepCall, seed: int, sides: Sequence[bool]) -> StepForm | None:
+    def extreme_sequence(
+        self, call: StepCall, seed: int, sides: Sequence[bool]
+    ) -> CallSequence | None:
         """Returns the call sequence if random numbers are extremes; None if they cannot be, or on an error."""
         extremes = rng.Extremes(sides)
         sampling = rng.isolated_random_numbers(seed)
         with sampling, self.restored.preserved(), contextlib.suppress(Exception):
             with extremes:
-                form = self._walked(self._run(None), call, seed)
-            return form if extremes.sees_all else None
+                sequence = self._walked(self._run(None), call, seed)
+            return sequence if extremes.sees_all else None
         return None
 
     def moves_frozen(self, call: StepCall, seed: int, moments: Sequence[Moment]) -> bool:
@@ -217,7 +221,7 @@ class FormView(View):
         with self._counters.preserved():
             for moment in (now, now, *moments[:1], *moments[-1:]):
                 with contextlib.suppress(Exception), moment():  # of any code, as above
-                    self.exemplar(call, seed)
+                    self.record(call, seed)
                     values.append(self.frozen_values)
                 self.count()
         self.looks_at_frozen = False
@@ -229,18 +233,18 @@ class FormView(View):
         Counters are put back. None also if a run fails. For views whose layers return numbers, as NaN would
         hide what enters after the first of them.
         """
-        runs, states = list[tuple[StepForm, list[Any]]](), list[dict[str, list[Any]]]()
+        runs, states = list[tuple[CallSequence, list[Any]]](), list[dict[str, list[Any]]]()
         # As in stages, what the step leaves set remains.
         self.restored = Attributes(self.root, self.graph.toggled | self.graph.counters.keys())
 
         def run() -> None:
             self.sums = []
-            form, _exemplar = self.exemplar(call, seed)
-            runs.append((form, self.sums))
+            sequence, _replay = self.record(call, seed)
+            runs.append((sequence, self.sums))
 
         def are_alike() -> bool:
-            (form, sums), (again, others) = runs[-2:]
-            return form == again and bool(are_equal(sums, others))
+            (sequence, sums), (again, others) = runs[-2:]
+            return sequence == again and bool(are_equal(sums, others))
 
         with contextlib.suppress(Exception):  # of any code, as above
             with untouched(self.root), generators_preserved(self.root):
@@ -263,22 +267,22 @@ class FormView(View):
         if self.counted:
             self._counters.restore(self.counted)
 
-    def _run(self, known: Collection[_Pattern] | None) -> _FormRun:
-        return _FormRun(self, known, self._lenient, self._counters)
+    def _run(self, known: Collection[_Pattern] | None) -> _CallSequenceRun:
+        return _CallSequenceRun(self, known, self._lenient, self._counters)
 
-    def _walked(self, run: _FormRun, call: StepCall, seed: int) -> StepForm | None:
+    def _walked(self, run: _CallSequenceRun, call: StepCall, seed: int) -> CallSequence | None:
         with self.interception.running(run), _Operators(run) if self.by_reads else _NOTHING:
             rng.seed_all(seed, host=True)
-            form = run.form_of(call)
+            sequence = run.sequence_of(call)
         self.frozen_values = run.frozen_values
         after_layers = self.graph.counters.values()  # what is added there
         self.counted = [n + added for n, added in zip(run.counted, after_layers, strict=True)]
-        return form
+        return sequence
 
-    def exemplar(
+    def record(
         self, call: StepCall, seed: int, arguments: tuple[Any, ...] = ()
-    ) -> tuple[StepForm, Exemplar]:
-        """Returns the call sequence of one microbatch, and its exemplar; arguments as for `form_of`."""
+    ) -> tuple[CallSequence, Replay]:
+        """Returns the call sequence of one microbatch, and its replay; arguments as for `sequence_of`."""
         run, counted = self._run(None), self._counters.capture()
         with rng.isolated_random_numbers(seed), self.restored.preserved():
             host_state = rng.host_state()
@@ -290,10 +294,10 @@ class FormView(View):
                 return value
 
             with _Operators(None, note):
-                form = self._walked(run, call, seed)
-            assert form is not None
+                sequence = self._walked(run, call, seed)
+            assert sequence is not None
             samples_on_host = rng.host_state() != host_state
-            # Views that are not lenient run steps of exemplars, which put their counters back.
+            # Views that are not lenient run steps of replays, which put their counters back.
             if self._lenient:
                 pair = self._counters.capture(), self.counted
                 for (owner, name), value, expected in zip(self.graph.counters, *pair, strict=True):
@@ -306,9 +310,11 @@ class FormView(View):
                         )
         throws_coins = samples_on_host or any(is_coin for _, is_coin, _ in reads)
         # After the last layer only coins are known: what else is read there is made of dummies.
-        known_reads = tuple(n for at, is_coin, n in reads if is_coin or at < len(form.calls))
+        known_reads = tuple(n for at, is_coin, n in reads if is_coin or at < len(sequence.calls))
         counters = tuple(zip(self.graph.counters, counted, strict=True))
-        return form, Exemplar(seed, arguments, known_reads, samples_on_host, counters, throws_coins)
+        return sequence, Replay(
+            seed, arguments, known_reads, samples_on_host, counters, throws_coins
+        )
 
 
 class Carried(NamedTuple):
@@ -324,7 +330,7 @@ class Carried(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Forms:
+class CallSequences:
     """The call sequences of a step in some trials, the longest first, which calls all layers.
 
     Attributes:
@@ -338,7 +344,7 @@ class Forms:
         carried: What a run of the step reads of the one before, but for counters.
     """
 
-    exemplars: tuple[Exemplar, ...] = ()
+    replays: tuple[Replay, ...] = ()
     shares: tuple[float, ...] = (1.0,)
     names: tuple[tuple[str, ...], ...] = ()
     is_shared: bool = True
@@ -353,21 +359,21 @@ class Forms:
         return self.widest.of_step(step) if self.widest else step
 
     @property
-    def widest(self) -> Exemplar | None:
-        """The exemplar of the sequence that is planned; None if there is only one."""
-        return self.exemplars[0] if len(self.exemplars) > 1 else None
+    def widest(self) -> Replay | None:
+        """The replay of the sequence that is planned; None if there is only one."""
+        return self.replays[0] if len(self.replays) > 1 else None
 
 
 _FEW, _MANY = 2, 32  # runs of a step whose calls nothing seems to change, and of others
 _SIDES = ((False,), (True,), (False, True), (True, False))  # ways in which two coins may fall
-MOST_FORMS = 8
+MOST_SEQUENCES = 8
 _NOTHING = contextlib.nullcontext()
 
 
-def too_many_forms(number: int) -> str:
-    """Returns the message for a step that takes too many forms."""
+def too_many_sequences(number: int) -> str:
+    """Returns the message for a step with too many call sequences."""
     return (
-        f"the step takes {number} forms, that is, calls its layers in so many ways, and {MOST_FORMS} can be "
+        f"the step has {number} call sequences, that is, ways to call its layers, and {MOST_SEQUENCES} can be "
         "planned, as each is probed by itself. Let fewer coins choose what it calls, or move the branch inside the "
         "forward of one module"
     )
@@ -381,7 +387,7 @@ def survey(
     seed_of: Callable[[int, int], int],
     arguments: tuple[Any, ...] = (),
     moments: Sequence[Moment] = (),
-) -> tuple[StepForm, Forms]:
+) -> tuple[CallSequence, CallSequences]:
     """Finds call sequences of a step by trials, with the seeds of its first batches; returns the longest, and all.
 
     The step is run three times to see what it carries on, then twice, and once at each of `moments`. If coins were
@@ -401,79 +407,84 @@ def survey(
     Raises:
         GraphError: None of the sequences calls all layers.
     """
-    trials: list[tuple[StepForm, Exemplar]] = []
+    trials: list[tuple[CallSequence, Replay]] = []
     with Interception(root).installed() as interception, untouched(root):
-        view = FormView(root, graph, interception, lenient=True, by_reads=True)
+        view = CallSequenceView(root, graph, interception, lenient=True, by_reads=True)
 
         def trial(number: int, microbatch: int) -> tuple[StepCall, int, tuple[Any, ...]]:
             shifted = (arguments[0] + number, *arguments[1:]) if arguments else ()
             call = StepCall(step, root, batch, shifted, graph.batch_writes)
             return call, seed_of(number, microbatch), shifted
 
-        def later(moment: Moment, microbatch: int) -> list[tuple[StepForm, Exemplar]]:
+        def later(moment: Moment, microbatch: int) -> list[tuple[CallSequence, Replay]]:
             # Any code may fail that looks up what is not there yet.
             with contextlib.suppress(Exception), moment() as number:
-                form, exemplar = view.exemplar(*trial(number, microbatch))
-                return [(form, replace(exemplar, moment=moment))]
+                sequence, replay = view.record(*trial(number, microbatch))
+                return [(sequence, replace(replay, moment=moment))]
             return []
 
-        numbers = FormView(root, graph, interception, DummyMemory(0.5), lenient=True)
+        numbers = CallSequenceView(root, graph, interception, DummyMemory(0.5), lenient=True)
         carried = numbers.carried(*trial(0, 0)[:2])
         moves_frozen = view.moves_frozen(*trial(0, 0)[:2], moments)
         if not (graph.counters or graph.generators):
-            trials = [view.exemplar(*trial(number, 0)) for number in range(_FEW)]
-            forms: set[StepForm | None] = {form for form, _ in trials}
-            forms.update(form for moment in moments for form, _ in later(moment, 0))
-            for sides in _SIDES if any(exemplar.tossed for _, exemplar in trials) else ():
-                if len(forms) == 1:
-                    forms.add(view.extreme_form(*trial(0, 0)[:2], sides))
-            if len(forms) > 1:
+            trials = [view.record(*trial(number, 0)) for number in range(_FEW)]
+            distinct: set[CallSequence | None] = {sequence for sequence, _ in trials}
+            distinct.update(sequence for moment in moments for sequence, _ in later(moment, 0))
+            for sides in _SIDES if any(replay.tossed for _, replay in trials) else ():
+                if len(distinct) == 1:
+                    distinct.add(view.extreme_sequence(*trial(0, 0)[:2], sides))
+            if len(distinct) > 1:
                 trials.clear()
         if not trials:
             for number, microbatch in itertools.product(range(_MANY // 2), range(2)):
-                trials.append(view.exemplar(*trial(number, microbatch)))
+                trials.append(view.record(*trial(number, microbatch)))
                 if microbatch:  # the last of its batch
                     view.count()
             for moment in moments:
                 pair = [*later(moment, 0), *later(moment, 1)]
-                trials += pair if len(pair) == 2 else ()  # `_forms_of_trials` compares pairs
-    widest, all_forms = _forms_of_trials(trials)
-    return widest, replace(all_forms, moves_frozen=moves_frozen, carried=carried)
+                trials += pair if len(pair) == 2 else ()  # `_sequences_of_trials` compares pairs
+    widest, sequences = _sequences_of_trials(trials)
+    return widest, replace(sequences, moves_frozen=moves_frozen, carried=carried)
 
 
-def _forms_of_trials(trials: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Forms]:
+def _sequences_of_trials(
+    trials: Sequence[tuple[CallSequence, Replay]],
+) -> tuple[CallSequence, CallSequences]:
     """Returns the longest call sequence, and all with their frequencies; see `survey`."""
-    reads = [{value for _, value in form.reads} for form, _ in trials]
+    reads = [{value for _, value in sequence.reads} for sequence, _ in trials]
     read = set.union(*reads) - set.intersection(*reads)  # in some trials only
-    counts = Counter(form for form, _ in trials)
-    by_reads = len(counts) > (num_sequences := len({form.calls for form in counts}))
-    if len(counts) > MOST_FORMS >= num_sequences or not by_reads:  # too many to be probed
-        by_reads, trials = False, [(StepForm(form.calls), exemplar) for form, exemplar in trials]
-        counts = Counter(form for form, _ in trials)
-    exemplars = dict(reversed(trials))
-    forms = sorted(counts, key=lambda f: (-len(f.calls), -len(f.reads), -counts[f]))
-    widest_names = set(names_of(forms[0]))
-    for form in forms[1:]:
-        if more := sorted(set(names_of(form)) - widest_names):
+    counts = Counter(sequence for sequence, _ in trials)
+    by_reads = len(counts) > (num_sequences := len({sequence.calls for sequence in counts}))
+    if len(counts) > MOST_SEQUENCES >= num_sequences or not by_reads:  # too many to be probed
+        by_reads, trials = (
+            False,
+            [(CallSequence(sequence.calls), replay) for sequence, replay in trials],
+        )
+        counts = Counter(sequence for sequence, _ in trials)
+    replays = dict(reversed(trials))
+    sequences = sorted(counts, key=lambda f: (-len(f.calls), -len(f.reads), -counts[f]))
+    widest_names = set(names_of(sequences[0]))
+    for sequence in sequences[1:]:
+        if more := sorted(set(names_of(sequence)) - widest_names):
             raise GraphError(
-                f"the step has {len(forms)} call sequences, none of which has all layers: the longest "
-                f"({len(forms[0].calls)}) does not call {more[0]}, which another does. Let one of them call all "
-                "(multiply by 0 what shall not count), or move the branch inside the forward of one module"
+                f"the step has {len(sequences)} call sequences, none of which has all layers: the longest "
+                f"({len(sequences[0].calls)}) does not call {more[0]}, which another does. Let one of them call "
+                "all (multiply by 0 what shall not count), or move the branch inside the forward of one module"
             )
     batches = zip(trials[::2], trials[1::2], strict=False)
     is_shared = all(first[0] == second[0] for first, second in batches)
-    return forms[0], Forms(
-        tuple(exemplars[form] for form in forms),
-        tuple(counts[form] / len(trials) for form in forms),
-        tuple(map(names_of, forms)),
+    return sequences[0], CallSequences(
+        tuple(replays[sequence] for sequence in sequences),
+        tuple(counts[sequence] / len(trials) for sequence in sequences),
+        tuple(map(names_of, sequences)),
         is_shared,
-        any(exemplar.tossed for _, exemplar in trials) or not is_shared,
+        any(replay.tossed for _, replay in trials) or not is_shared,
         by_reads,
         frozenset(name for name in read if isinstance(name, str)),
     )
 
 
-class _FormRun(StubbedRun):
+class _CallSequenceRun(StubbedRun):
     """One walk through a step with a stub for every layer.
 
     Attributes:
@@ -483,7 +494,7 @@ class _FormRun(StubbedRun):
 
     def __init__(
         self,
-        view: FormView,
+        view: CallSequenceView,
         known: Collection[_Pattern] | None,
         lenient: bool,
         counters: Attributes,
@@ -509,7 +520,7 @@ class _FormRun(StubbedRun):
         """Layers that were called so far."""
         return len(self._calls)
 
-    def form_of(self, call: StepCall) -> StepForm | None:
+    def sequence_of(self, call: StepCall) -> CallSequence | None:
         """Returns the call sequence; None if it is none of those that are known."""
         self._batch_keys = set(map(storage_key, tensors_in(call.batch)))
         hooks = NoHooksWithoutGradients() if self._view.graph.hooks else contextlib.nullcontext()
@@ -520,7 +531,7 @@ class _FormRun(StubbedRun):
         self._view.dummy_memory.require_unwritten()
         if self._stops and not self._possible:
             return None
-        return StepForm(tuple(self._calls), frozenset(self._reads))
+        return CallSequence(tuple(self._calls), frozenset(self._reads))
 
     def see(self, tree: Any) -> None:
         """Records outputs of layers and parameters among what the code between layers uses."""
@@ -647,7 +658,7 @@ class _Operators(TorchDispatchMode):
     """Shows a run what operators read; answers where a number is taken out of a tensor, given what takes it."""
 
     def __init__(
-        self, run: _FormRun | None, answer: Callable[[Callable[[], Any]], Any] | None = None
+        self, run: _CallSequenceRun | None, answer: Callable[[Callable[[], Any]], Any] | None = None
     ) -> None:
         super().__init__()
         self._run, self._answer = run, answer
