@@ -261,7 +261,8 @@ def _attributes_restored(
     copies = [_copied(each) or {} for each in attributes]
     snapshots = list(zip(owners, copies, owners.values(), strict=True))
     holders = [(each, _copied(each)) for each in held]
-    values += (v for each in held for v in (each.values() if isinstance(each, dict) else each))
+    for each in held:
+        values += each.values() if isinstance(each, dict) else each
     try:
         with _written_restored(values):
             yield
@@ -292,13 +293,12 @@ def plain_state(root: nn.Module) -> dict[str, list[Any]]:
     }
 
 
-def _may_be_written(value: Any) -> bool:
-    """Returns whether a value is a small tensor or array of which code may keep a state in place."""
-    if type(value) is np.ndarray:
+def _may_be_written(value: Tensor | np.ndarray[Any, Any]) -> bool:
+    """Returns whether a tensor or array is small, so that code may keep a state in it."""
+    if isinstance(value, np.ndarray):
         return bool(value.flags.writeable) and value.nbytes <= _MOST_BYTES
     return (
-        type(value) is Tensor
-        and not (value.requires_grad or value.is_meta)
+        not (value.requires_grad or value.is_meta)
         and value.layout is torch.strided
         and 0 not in value.stride()  # torch refuses to write into expanded ones
         and value.nbytes <= _MOST_BYTES
@@ -308,7 +308,8 @@ def _may_be_written(value: Any) -> bool:
 @contextlib.contextmanager
 def _written_restored(values: Iterable[Any]) -> Iterator[None]:
     """Restores small tensors and arrays among values, however they are written in place."""
-    states = list({id(value): value for value in values if _may_be_written(value)}.values())
+    written = [value for value in values if type(value) in (Tensor, np.ndarray)]
+    states = list({id(value): value for value in written if _may_be_written(value)}.values())
     copies = [x.clone() if isinstance(x, Tensor) else x.copy() for x in states]
     try:
         yield
