@@ -2,8 +2,8 @@
 
 They leave no trace, and nobody sees them: what they change is restored, what they print or log is dropped. Hooks
 on modules belong to the model and run; hooks on gradients of parameters do not. Not restored is what a step keeps
-where nobody looks: in a generator, in what a function closes over, in an object without `__dict__`, or in a Python
-file that defines no class of the model.
+where nobody looks: in what a function closes over, in an object without `__dict__`, or in a Python file that
+defines no class of the model.
 """
 
 from __future__ import annotations
@@ -378,10 +378,10 @@ def _unseen() -> Iterator[None]:
 def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
     """Makes the runs inside trials, which leave no trace: what they change is restored, what they print is hidden.
 
-    Restored are buffers, metrics, random numbers, attributes of modules, of their classes and files, and lists and
-    objects among these, but not inside of one with more than 1000 entries. Hooks on gradients of parameters are
-    off. Tensors that are plain attributes are restored, too; those above 1 MiB, which may be tables, are not
-    copied, so that what is written into them stays.
+    Restored are buffers, metrics, random numbers, attributes of modules, of their classes and files, and lists,
+    iterators and objects among these, but not inside of one with more than 1000 entries. Hooks on gradients of
+    parameters are off. Tensors and arrays that are attributes are restored, too; those above 1 MiB, which may be
+    tables, are not copied, so that what is written into them stays.
 
     Args:
         root: The module whose step is run; its lists and tensors are restored in any case.
