@@ -186,8 +186,8 @@ _State = tuple[list[Tensor | None], list[int], list[int]]
 class Versions:
     """Versions of a module's tensors, which tell whether one was written in place, or replaced, since.
 
-    So do numbers and texts that parts of it hold, but for those that have changed when versions are noted: what
-    runs in between changes them itself.
+    So do numbers and texts of parts of it, in dicts, too, but for those that have changed when versions are noted:
+    what runs in between changes them itself.
 
     A write through `.data` is seen by 16 elements, spread over the tensor. On GPUs they count until the optimizer
     has made three steps, as comparing waits for the device: averages of trained weights change with the first.
@@ -200,10 +200,12 @@ class Versions:
         buffers: Collection[str],
         parts: Collection[str] = (),
     ) -> None:
+        modules = {m for part in parts for m in root.get_submodule(part).modules()}
+        dicts = [d for m in modules for d in vars(m).values() if type(d) is dict]
         self._numbers = [
-            (vars(module), name)
-            for module in {m for part in parts for m in root.get_submodule(part).modules()}
-            for name, value in vars(module).items()
+            (held, name)
+            for held in (*map(vars, modules), *dicts)
+            for name, value in held.items()
             if isinstance(value, int | float | str) and name != "training"
         ]
         self._values = self._present()

@@ -284,17 +284,19 @@ class Scheduled(Flagged):
 
     def on_train_batch_start(self, batch, batch_idx):
         super().on_train_batch_start(batch, batch_idx)
-        self.text.strength = 1.0 / (1 + batch_idx)
+        self.text.strength = 1.0 / (1 + batch_idx // 2)
+        self.text.held["shift"] = batch_idx
 
 
 class Faded(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer, self.strength, self.calls = nn.Linear(WIDTH, WIDTH), 1.0, 0
+        self.held = {"shift": 0}
 
     def forward(self, x):
         self.calls += 1  # which is no reason to run when a batch is due
-        return self.layer(x) * self.strength
+        return self.layer(x) * self.strength + self.held["shift"]
 
 
 def test_numbers_that_hooks_set_in_frozen_layers_count_from_their_batch_on():
