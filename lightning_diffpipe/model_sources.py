@@ -31,7 +31,12 @@ from lightning_diffpipe.modules.latent_diffusion import (
     as_pil,
     latent_size,
 )
-from lightning_diffpipe.modules.part_files import PartOutline, folder_of_part, outline_of_part
+from lightning_diffpipe.modules.part_files import (
+    SINGLE_FILE,
+    PartOutline,
+    folder_of_part,
+    outline_of_part,
+)
 from lightning_diffpipe.modules.parts import (
     checkpoint_part,
     checkpoint_part_weights,
@@ -214,8 +219,8 @@ def model_folder(path: str) -> Path:
         return snapshot  # a hub id may be of anything
     raise ConfigurationError(
         f"{path!r} is neither a folder with a model_index.json nor the hub id of one on this machine; check the "
-        "path, or fetch it first (hf download ID). A single file becomes a folder by its pipeline's "
-        "from_single_file(FILE).save_pretrained(FOLDER), and a LoRA is opened with its model (loras={FILE: 1.0})"
+        f"path, or fetch it first (hf download ID). {SINGLE_FILE}, and a LoRA is opened with its model "
+        "(loras={FILE: 1.0})"
     )
 
 

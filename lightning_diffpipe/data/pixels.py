@@ -165,6 +165,13 @@ def to_pixels(image: Image.Image, crop: Crop, background: str = "white") -> Tens
     return torch.from_numpy(np.asarray(seen).copy()).permute(2, 0, 1).float() / 127.5 - 1
 
 
+def _to_mask(image: Image.Image, crop: Crop) -> Tensor:
+    """Returns a crop of a mask, `(1, height, width)` in [0, 1]: levels, and 0 where it is transparent."""
+    image = ImageOps.exif_transpose(image)  # a copy
+    image.info.pop("icc_profile", None)
+    return (to_pixels(image, crop, "black")[:1] + 1) / 2
+
+
 def _in_srgb(image: Image.Image, icc: bytes | None) -> Image.Image:
     """Converts grey, RGB or CMYK to sRGB; as in viewers, a broken profile or one of other channels does nothing."""
     if icc:
@@ -221,12 +228,14 @@ def read_sample(
         sample["crops_coords_top_left"] = torch.tensor([top, left])
         if alpha:
             channel = ImageOps.exif_transpose(image).convert("RGBA").getchannel("A")
-            sample["mask"] = (to_pixels(channel, crop)[:1] + 1) / 2
+            sample["mask"] = _to_mask(channel, crop)
         for kind, (its_file, its_name) in companions.items():
             with reading(its_name), Image.open(its_file) as other:
                 require_same_shape(image, name, other, its_name, kind)
-                pixels = (to_pixels(other, crop, background) + 1) / 2
-            sample[kind] = pixels[:1] if kind == "mask" else pixels
+                if kind == "mask":
+                    sample[kind] = _to_mask(other, crop)
+                else:
+                    sample[kind] = (to_pixels(other, crop, background) + 1) / 2
     return sample
 
 

@@ -298,12 +298,14 @@ class FlowMatching(_Schedule):
         shift: Times are `shift * t / (1 + (shift - 1) * t)`.
         noise: Distribution of the trained times, and their weights in the loss.
         line: Two points, numbers of tokens and logarithms of the shift, of a line that gives the shift instead.
+        inverted: Timesteps, and the lines, lead from noise to data (`invert_sigmas`, Mochi's).
     """
 
     num_timesteps: int = 1000
     shift: float = 1.0
     noise: Noise = Noise()
     line: tuple[tuple[float, float], tuple[float, float]] | None = None
+    inverted: bool = False
 
     def corrupt(
         self,
@@ -339,8 +341,8 @@ class FlowMatching(_Schedule):
         t = _per_sample(times, clean)
         return Corrupted(
             (1 - t) * clean + t * self.noise.of_input(noise, generator),
-            self.num_timesteps * times,
-            noise - clean,
+            self.num_timesteps * (1 - times if self.inverted else times),
+            clean - noise if self.inverted else noise - clean,
             times.square() if self.noise.preconditioned else None,
         )
 
@@ -362,18 +364,26 @@ class FlowMatching(_Schedule):
         times = [1 - i / count for i in range(count)]
         # Rounded, as the end of a span may be a timestep itself: 0.7, shifted by 3, is 0.875.
         steps = [round(count * shift * t / (1 + (shift - 1) * t), 6) for t in times]
-        start, stop = (sum(step >= end for step in steps) for end in reversed(span))
+        if self.inverted:
+            start, stop = (sum(count - step < end for step in steps) for end in span)
+        else:
+            start, stop = (sum(step >= end for step in steps) for end in reversed(span))
         low, high = (self.noise.probability(n / count) for n in (start, stop))
         return range(start, stop), (low, high)
 
     def noise_by_signal(self, timesteps: Tensor) -> Tensor:
         """See `_Schedule`."""
-        share = timesteps / self.num_timesteps
+        share = self._noise_share(timesteps)
         return share / (1 - share)
 
     def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
         """Estimates clean latents from what a denoiser predicted for noisy ones; both `(B, C, h, w)`."""
-        return noisy - _per_sample(timesteps / self.num_timesteps, noisy) * prediction
+        change = _per_sample(self._noise_share(timesteps), noisy) * prediction
+        return noisy + change if self.inverted else noisy - change
+
+    def _noise_share(self, timesteps: Tensor) -> Tensor:
+        share = timesteps / self.num_timesteps
+        return 1 - share if self.inverted else share
 
 
 @dataclass(eq=False)
@@ -473,27 +483,33 @@ def noise_schedule_of(scheduler: SchedulerMixin, noise: Noise | None = None) -> 
         shift = config.get("shift", config.get("flow_shift", 1.0))
         shift = scheduler.shift if hasattr(type(scheduler), "shift") else shift
         shift = 1.0 if config.get("use_dynamic_shifting") else shift
+        count, inverted = config.num_train_timesteps, config.get("invert_sigmas", False)
         if noise.shift != "size":
-            return FlowMatching(config.num_train_timesteps, noise.shift or shift, noise)
+            return FlowMatching(count, noise.shift or shift, noise, inverted=inverted)
         if not config.get("use_dynamic_shifting"):
             raise ConfigurationError(
                 f"shift='size' is for schedulers that shift by the size (use_dynamic_shifting); this "
                 f"{type(scheduler).__name__} shifts by {shift}: leave it out, or give a number"
             )
         line = tuple((config[f"{n}_image_seq_len"], config[f"{n}_shift"]) for n in ("base", "max"))
-        return FlowMatching(config.num_train_timesteps, noise=noise, line=line)  # type: ignore[arg-type]
+        return FlowMatching(count, noise=noise, line=line, inverted=inverted)  # type: ignore[arg-type]
     for name in ("preconditioned", "uniform", "mode_scale", "shift"):
         if (value := getattr(noise, name)) not in (None, False):
             raise ConfigurationError(
                 f"{name}={value} is for flow matching, and {type(scheduler).__name__} with "
                 f"prediction_type={prediction!r} is none; leave it out"
             )
-    if prediction not in ("epsilon", "v_prediction") or "beta_schedule" not in config:
+    kind = config.get("timestep_type", "discrete")
+    if (
+        prediction not in ("epsilon", "v_prediction")
+        or "beta_schedule" not in config
+        or kind != "discrete"
+    ):
         raise ConfigurationError(
-            f"cannot train for {type(scheduler).__name__} with prediction_type={prediction!r}; use one "
-            "of flow matching (FlowMatchEulerDiscreteScheduler), or a DDPM-like one with epsilon or v_prediction, "
-            "if the denoiser predicts that; what consistency models learn of a teacher (SCMScheduler) is up to a "
-            "LightningModule of your own"
+            f"cannot train for {type(scheduler).__name__} with prediction_type={prediction!r} and {kind} times; "
+            "use one of flow matching (FlowMatchEulerDiscreteScheduler), or a DDPM-like one with epsilon or "
+            "v_prediction, if the denoiser predicts that; what consistency models learn of a teacher "
+            "(SCMScheduler) is up to a LightningModule of your own"
         )
     # The scheduler's own where it has some: those of video models are shifted towards noise.
     table = getattr(scheduler, "alphas_cumprod", None)

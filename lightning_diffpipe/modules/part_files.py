@@ -42,6 +42,9 @@ class PartOutline:
     config: Mapping[str, Any]
 
 
+SINGLE_FILE = "A single file becomes a folder by its pipeline's from_single_file(FILE).save_pretrained(FOLDER)"
+
+
 def outline_of_part(path: str, name: str, entry: Sequence[str]) -> PartOutline:
     """Reads what there is to know about a part before `load_part` reads its weights, with the same arguments."""
     cls = class_of(*entry)
@@ -59,6 +62,8 @@ def read_index(path: str) -> dict[str, Any]:
         return diffusers.DiffusionPipeline.load_config(path)
     except OSError as error:
         refusal = f"{path!r} is neither a folder with a model_index.json nor a hub model"
+        if Path(path).exists():
+            raise ConfigurationError(f"{refusal}. {SINGLE_FILE}") from error
         if huggingface_hub.constants.HF_HUB_OFFLINE:
             remedy = "check the path, or allow downloads (offline=false on the command line)"
             raise ConfigurationError(f"{refusal} on this machine; {remedy}") from error

@@ -59,6 +59,7 @@ from lightning_diffpipe.modules.noise import LOSS_BY_TIME
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.part_files import (
     OTHER_PARTS,
+    SINGLE_FILE,
     PartOutline,
     fetched,
     folder_of_part,
@@ -663,7 +664,7 @@ def read_checkpoint(path: str | Path, wanted: str = "PartsModule") -> dict[str, 
     if _FILES_KEY not in checkpoint:
         raise CheckpointError(
             f"{path} holds no configs of its parts ({_FILES_KEY!r}); it was not written by a "
-            f"{wanted}. Load its weights with load_from_checkpoint(path, unet=..., ...)"
+            f"{wanted}. Load its weights with load_from_checkpoint(path, unet=..., ...). {SINGLE_FILE}"
         )
     return checkpoint
 

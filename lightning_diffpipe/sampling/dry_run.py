@@ -284,14 +284,16 @@ def observe_samples(call: Call) -> Call:
 def _copies_first_prediction(call: Call) -> bool:
     """Returns whether the loop copies the first of two predictions before it asks for the second.
 
-    The first is NaN, and is overwritten in place once the second is asked for: a copy is NaN still.
+    The first is NaN, and is overwritten in place once the second is asked for: a copy is NaN still. Not by zeros,
+    by whose norm some divide.
     """
     answers, is_copied = list[Tensor](), False
 
     def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
         out = predicted_zeros(call.pipeline.parts[name], arguments)
         answers.append(out[0])
-        answers[0].fill_(_NAN if len(answers) == 1 else 0)
+        for i, answer in enumerate(answers):
+            answer.copy_(_random(answer, i)) if len(answers) > 1 else answer.fill_(_NAN)
         return out
 
     def on_step(step: Step) -> Any:

@@ -6,6 +6,7 @@ denoiser, whose weights are read once it is known which layers a rank runs.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import inspect
@@ -625,6 +626,19 @@ def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
     return arguments
 
 
+def _dry_run_of(call: PipelineCall) -> Call:
+    """Returns a call's request; some pipelines refuse lists of one text, whatever their annotations say."""
+    try:
+        return dry_run_of(call)
+    except (TypeError, ValueError):
+        lists = {n: v for n, v in call.arguments.items() if isinstance(v, list) and len(v) == 1}
+        texts = {n: v[0] for n, v in lists.items() if isinstance(v[0], str)}
+        if texts:
+            with contextlib.suppress(TypeError, ValueError):
+                return dry_run_of(replace(call, arguments={**call.arguments, **texts}))
+        raise
+
+
 def images_of(call: PipelineCall, sample: Sample) -> Any:
     """Runs a pipeline's call with its denoising loop done by `sample`, and returns its images.
 
@@ -633,7 +647,7 @@ def images_of(call: PipelineCall, sample: Sample) -> Any:
     """
     try:
         with settings_restored(call.parts):
-            request = dry_run_of(call)
+            request = _dry_run_of(call)
     except (DiffPipeError, torch.OutOfMemoryError):
         raise
     except (TypeError, ValueError) as error:  # what the pipeline's own checks raise

@@ -256,6 +256,43 @@ def test_colours_are_those_that_viewers_show(kind):
     )
 
 
+MASKS = {
+    "alpha.png": (lambda: saved(with_alpha(of("RGB", 0), KEY * 0 + 100), "PNG", icc_profile=linear_grey()), 100),
+    "alpha of grey.png": (
+        lambda: saved(with_alpha(of("L", 0), KEY * 0 + 100), "PNG", icc_profile=linear_grey()), 100,
+    ),
+    "alpha.webp": (
+        lambda: saved(with_alpha(of("RGB", 0), KEY * 0 + 100), "WEBP", icc_profile=exchanged(), lossless=True), 100,
+    ),
+    "L.png": (lambda: saved(of("L", 100), "PNG", icc_profile=linear_grey()), 100),
+    "L of RGB.png": (lambda: saved(of("L", 100), "PNG", icc_profile=exchanged()), 100),
+    "RGBA.png": (lambda: saved(of("RGBA", (255, 255, 255, 100)), "PNG"), 100),
+    "clear.png": (lambda: saved(of("LA", (255, 0)), "PNG"), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_are_levels_and_no_colours(kind, tmp_path):
+    """History: profiles changed masks of 100 to 168, and what was clear in a mask counted."""
+    content, level = MASKS[kind]
+    content, of_alpha = content(), kind.startswith("alpha")
+    image = content if of_alpha else saved(of("RGB", 0), "PNG")
+    (tmp_path / "a.png").write_bytes(image)
+    (tmp_path / "b.png").write_bytes(content)
+    line = {"file_name": "a.png", "text": "x", "where": "b.png"}
+    (tmp_path / "metadata.jsonl").write_text(json.dumps(line))
+    mask = "alpha" if of_alpha else "where"
+    data = ImageFolderDataModule(tmp_path, SIZE, num_workers=0, validation_share=0.0, mask=mask)
+    data.setup("fit")
+    write_shard(tmp_path / "0.tar", {"0.png": image, "0.txt": b"x", "0.mask.png": content})
+    mask, shard = "alpha" if of_alpha else "mask.png", str(tmp_path / "0.tar")
+    shards = WebDatasetDataModule(shard, 1, shard, SIZE, batch_size=1, num_workers=0, mask=mask)
+    [batch] = shards.val_dataloader()
+    expected = torch.full((1, SIZE, SIZE), level / 255)
+    torch.testing.assert_close(data.train_set[0]["mask"], expected)
+    torch.testing.assert_close(batch["mask"][0], expected)
+
+
 def test_folders_with_equal_names_are_split_apart(tmp_path):
     """History: by base names, `a/1.png` and `b/1.png` fell together, and a class could lack a whole half."""
     names = [f"{folder}/{number}.png" for folder in "ab" for number in range(40)]

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.model_sources import open_source, refuse_module
-from lightning_diffpipe.modules import LatentDiffusion
+from lightning_diffpipe.modules import LatentDiffusion, PipelineDiffusion
 from lightning_diffpipe.modules.encoders import drop_captions, tokenize
 from tests.modules.tiny_parts import (
     SCHEDULERS,
@@ -383,8 +383,21 @@ def test_a_checkpoint_of_lightnings_own_averaging_is_read(make_model, batch, tmp
 
 def test_a_foreign_checkpoint_is_refused(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
-    with pytest.raises(CheckpointError, match=r"x.ckpt holds no configs of its parts"):
+    with pytest.raises(CheckpointError, match=r"x.ckpt holds no configs of its.* from_single_file"):
         LatentDiffusion.from_checkpoint(tmp_path / "x.ckpt")
+
+
+@pytest.mark.parametrize("offline", [False, True])
+@pytest.mark.parametrize("name", ["x.safetensors", "x.CKPT", "x.gguf", "folder"])
+@pytest.mark.parametrize("cls", [LatentDiffusion, PipelineDiffusion])
+def test_a_single_file_is_named_with_what_to_do(cls, name, offline, tmp_path, monkeypatch):
+    """History: "not a valid JSON file", and advice on licences of the hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    (tmp_path / "folder").mkdir()
+    for file in ("x.safetensors", "x.CKPT", "x.gguf", "folder/x.safetensors"):
+        (tmp_path / file).write_bytes(b"\x80\x02\0\0\0\0\0\0{}")
+    with pytest.raises(ConfigurationError, match=r"hub model\. A single file .*from_single_file"):
+        cls.from_pretrained(tmp_path / name)
 
 
 def test_a_missing_folder_is_named(tmp_path):

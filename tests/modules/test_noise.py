@@ -41,14 +41,42 @@ def test_a_flow_leads_straight_from_data_to_noise():
     assert ((timesteps > 0) & (timesteps <= 1000)).all()
 
 
-def test_a_perfect_flow_is_sampled_exactly_by_diffusers_scheduler():
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    clean, noise = normal(2, 4, 3, 5), normal(2, 4, 3, 5).flip(0)
+@pytest.mark.parametrize("invert_sigmas", [False, True])
+def test_a_perfect_flow_is_sampled_exactly_by_diffusers_scheduler(invert_sigmas):
+    """History: Mochi, whose times lead from noise to data, learnt the other way round."""
+    options = {"shift": 3.0, "invert_sigmas": invert_sigmas}
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**options)
+    schedule = noise_schedule_of(scheduler)
+    clean = normal(2, 4, 3, 5)
+    noisy, timesteps, target, _ = schedule.corrupt(clean)
+    torch.testing.assert_close(schedule.clean(noisy, target, timesteps), clean)
+    noise = clean - target if invert_sigmas else clean + target
     scheduler.set_timesteps(5)
     latents = noise
     for timestep in scheduler.timesteps:
-        latents = scheduler.step(noise - clean, timestep, latents).prev_sample
+        latents = scheduler.step(target, timestep, latents).prev_sample
     torch.testing.assert_close(latents, clean)
+    every = diffusers.FlowMatchEulerDiscreteScheduler(**options)
+    every.set_timesteps(sigmas=(torch.arange(1000, 0, -1) / 1000).numpy())
+    for sample, told in enumerate(timesteps):  # what it is told of this much noise
+        (step,) = (every.timesteps - told).abs().lt(1e-2).nonzero()[:, 0]
+        share = 1 - every.sigmas[step] if invert_sigmas else every.sigmas[step]
+        expected = (1 - share) * clean[sample] + share * noise[sample]
+        torch.testing.assert_close(noisy[sample], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        schedule.noise_by_signal(timesteps),
+        torch.stack([((n - c) / (x - n)).mean() for n, c, x in zip(noisy, clean, noise, strict=True)]),
+        rtol=1e-3, atol=1e-3,
+    )  # fmt: skip
+
+
+def test_a_scheduler_of_other_times_is_refused():
+    """History: Stable Video Diffusion's, of logarithms of the noise, trained at numbers of steps."""
+    scheduler = diffusers.EulerDiscreteScheduler(
+        timestep_type="continuous", prediction_type="v_prediction"
+    )
+    with pytest.raises(ConfigurationError, match=r"EulerDiscreteScheduler .*and continuous times"):
+        noise_schedule_of(scheduler)
 
 
 @pytest.mark.parametrize("prediction", ["flow", "epsilon"])
@@ -74,7 +102,7 @@ def test_a_generator_fixes_times_and_noise():
 
 
 def test_other_predictions_are_refused_with_the_known_ones():
-    with pytest.raises(ConfigurationError, match="prediction_type='sample'; use one of flow"):
+    with pytest.raises(ConfigurationError, match=r"prediction_type='sample' .*; use one of flow"):
         noise_schedule_of(diffusers.DDPMScheduler(prediction_type="sample"))
 
 
@@ -407,10 +435,11 @@ def test_bad_noise_is_named():
 @pytest.mark.parametrize(
     "noise", [Noise(logit_mean=0.5, logit_std=1.5), Noise(uniform=True), Noise(mode_scale=1.29)]
 )
-@pytest.mark.parametrize("shift", [1.0, 5.0])
-def test_times_of_two_spans_are_all_times(noise, shift):
+@pytest.mark.parametrize(("shift", "inverted"), [(1.0, False), (5.0, False), (5.0, True)])
+def test_times_of_two_spans_are_all_times(noise, shift, inverted):
     """As many of each as of all that are drawn, in each tenth of them."""
-    schedule, torch_state = FlowMatching(shift=shift, noise=noise), torch.manual_seed(0)
+    schedule = FlowMatching(shift=shift, noise=noise, inverted=inverted)
+    torch_state = torch.manual_seed(0)
     clean = torch.zeros(200_000, 1, 1, 1)
     every = schedule.corrupt(clean, torch_state).timesteps
     spans = [(875.0, math.inf), (0.0, 875.0)]

@@ -177,7 +177,12 @@ def test_bad_options(values, complaint):
     ("options", "error", "complaint"),
     [
         ({"num_stages": 4}, PartitionError, "cannot cut 3 layers into 4 stages; choose num_stages bet"),
-        ({"num_stages": 5}, PartitionError, "cannot cut 3 layers into 5 stages"),
+        (
+            {"num_stages": 5},
+            PartitionError,
+            "cannot cut 3 layers into 5 stages; choose num_stages between 1 and 3. Stages are cut from the first "
+            "trained layer on; frozen layers before it run on all ranks. With num_stages=1 these share",
+        ),
         ({"num_replicas": (1, 2)}, ConfigurationError,
          "num_replicas=(1, 2) take 3 ranks, which do not add up to the 4 ranks there are"),
         ({"num_replicas": (2, 2), "data_parallel": 2}, ConfigurationError,

@@ -103,6 +103,7 @@ METHODS = (
     {"method": "pipefusion", "num_patches": 1},
     {"method": "pipefusion", "num_patches": 2, "warmup_steps": 9},
 )
+ABSENT = {"text_encoder": None, "tokenizer": None, "safety_checker": None}
 PRODUCT = itertools.product([(each,) for each in CHANGES], STEPS, ("replaced", "in place"), METHODS)
 
 
@@ -164,26 +165,42 @@ def test_what_a_pipeline_changes_in_place_no_other_run_sees(options, changing):
 @pytest.mark.parametrize(("scale", "guidance_scale"), [(1.0, 1.0), (0.5, 1.0), (0.5, 5.0)])
 def test_answers_of_an_adapter_that_the_pipeline_scales_in_place(scale, guidance_scale, tmp_path):
     """History: the scale was squared, and with guidance the answers were doubled twice, an error of torch."""
+    given = request_of_an_adapter(tmp_path) | {
+        "adapter_conditioning_scale": scale, "guidance_scale": guidance_scale,
+    }  # fmt: skip
+    found = Predictor.from_pretrained(tmp_path, "single")(None, **given)
+    assert torch.equal(found, drawn_plainly(tmp_path, given))
+
+
+def request_of_an_adapter(folder):
+    """Saves a pipeline with a T2I-Adapter; returns a request."""
     torch.manual_seed(0)
     adapter = diffusers.T2IAdapter(
         in_channels=3, channels=[8, 16], num_res_blocks=1, downscale_factor=2
     )
-    absent = {"text_encoder": None, "tokenizer": None, "safety_checker": None}
     pipeline = diffusers.StableDiffusionAdapterPipeline(
         vae=vae(), unet=unet(), adapter=adapter, scheduler=diffusers.DDIMScheduler(),
-        feature_extractor=None, requires_safety_checker=False, **absent,
+        feature_extractor=None, requires_safety_checker=False, **ABSENT,
     )  # fmt: skip
     perturb(pipeline.unet, torch.Generator().manual_seed(1))
-    pipeline.save_pretrained(tmp_path)
-    pipeline.set_progress_bar_config(disable=True)
-    given = {
+    pipeline.save_pretrained(folder)
+    return {
         "prompt_embeds": torch.randn(1, 5, 16), "negative_prompt_embeds": torch.randn(1, 5, 16),
-        "image": torch.rand(1, 3, 32, 32), "adapter_conditioning_scale": scale, "guidance_scale": guidance_scale,
-        "num_inference_steps": 2, "output_type": "latent",
+        "image": torch.rand(1, 3, 32, 32), "height": 32, "width": 32, "num_inference_steps": 2,
+        "output_type": "latent",
     }  # fmt: skip
-    expected = pipeline(**given, height=32, width=32, generator=torch.Generator().manual_seed(0))
-    found = Predictor.from_pretrained(tmp_path, "single")(None, height=32, width=32, **given)
-    assert torch.equal(found, expected.images)
+
+
+def drawn_plainly(folder, given):
+    pipeline = diffusers.StableDiffusionAdapterPipeline.from_pretrained(folder, **ABSENT)
+    return pipeline(**given, generator=torch.Generator().manual_seed(0)).images
+
+
+def test_a_list_that_the_denoiser_takes_apart_is_whole_in_each_run(tmp_path, on_two):
+    """History: what rank 0 had compared with had taken the residuals, and its band had none: an AttributeError."""
+    given = request_of_an_adapter(tmp_path)
+    found = on_two(tmp_path, "synchronous", given)
+    torch.testing.assert_close(found, drawn_plainly(tmp_path, given), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

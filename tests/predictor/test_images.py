@@ -3,6 +3,7 @@
 Also schedulers that are stepped with other arguments, and what is missing: packages, classes, folders.
 """
 
+import functools
 import inspect
 import json
 import shutil
@@ -192,6 +193,31 @@ def test_a_class_of_ones_own_is_given_as_itself(has_code, stable_diffusion, tmp_
         assert type(predictor.source._pipeline) is Mine
         found = predictor(["a cat"], num_inference_steps=2, output_type="latent")
         assert found.std() > 0.01
+
+
+class OfOneText(diffusers.StableDiffusionPipeline):
+    """Says that it takes lists, and refuses them, as Wan's VACE does."""
+
+    @functools.wraps(diffusers.StableDiffusionPipeline.__call__)
+    def __call__(self, prompt=None, **options):
+        if not isinstance(prompt, str):
+            raise ValueError("Passing a list of prompts is not yet supported")
+        return super().__call__(prompt, **options)
+
+
+def test_a_pipeline_that_refuses_lists_draws_one_prompt(stable_diffusion):
+    """History: it could not be drawn at all."""
+    options = {"num_inference_steps": 2, "output_type": "latent", "negative_prompt": "b"}
+    found, expected = (
+        Predictor.from_pretrained(stable_diffusion, "single", alone=True, pipeline_class=cls)(
+            ["a cat"], **options
+        )
+        for cls in (OfOneText, Mine)
+    )
+    assert torch.equal(found, expected)
+    predictor = Predictor.from_pretrained(stable_diffusion, alone=True, pipeline_class=OfOneText)
+    with pytest.raises(ConfigurationError, match="a list of prompts is not yet supported"):
+        predictor(["a cat", "dog b"], **options)
 
 
 def test_a_class_that_is_no_pipeline_is_refused(stable_diffusion):

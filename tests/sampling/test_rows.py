@@ -61,7 +61,7 @@ class Videos:
 
     def __call__(self, prompt, generator=None, num_inference_steps=3):
         latents, guidance, given = self.options
-        num, branches = len(prompt), 1 if guidance == "none" else 2
+        num, branches = len(prompt), 1 if guidance in ("none", "a call each") else 2
         text = torch.stack([numbers(5, seed=len(each)) for each in prompt])
         x = torch.randn(num, 4, FRAMES, 2, 2, generator=generator, dtype=torch.float64)
         if guidance == "one after the other":
@@ -88,13 +88,18 @@ class Videos:
                 seen = seen.repeat_interleave(2, 0)
             if "layers" in given:
                 arguments["layers"] = self.control(seen, ROWS)
-            out = self.unet(seen, text, **arguments)[0]
+            texts = (-text, text) if guidance == "a call each" else (text,)
+            out, *others = (self.unet(seen, each, **arguments)[0] for each in texts)
+            if others:
+                without, [with_text] = out, others
             if guidance == "one after the other":
                 without, with_text = out.chunk(2)
             elif guidance == "sample by sample":
                 without, with_text = out[::2], out[1::2]
             if guidance != "none":
                 out = without + 2 * (with_text - without)
+            if others:  # as long as before, as Qwen-Image has it
+                out = out * with_text.norm(dim=1, keepdim=True) / out.norm(dim=1, keepdim=True)
             if latents == "half of them":
                 out = torch.cat([out, out])
             if latents == "frames":
@@ -114,7 +119,7 @@ class Videos:
 
 
 LATENTS = ("samples", "frames", "half of them", "frame by frame", "mean of all")
-GUIDANCE = ("none", "one after the other", "sample by sample")
+GUIDANCE = ("none", "one after the other", "sample by sample", "a call each")
 GIVEN = ((), ("texts",), ("frames",), ("shared",), ("layers",), ("texts", "frames", "shared"))
 
 
@@ -160,7 +165,10 @@ def test_samples_are_divided_wherever_their_rows_are(latents, guidance):
 @pytest.mark.parametrize("latents", LATENTS[:2])
 @pytest.mark.parametrize("guidance", GUIDANCE[1:])
 def test_branches_are_divided_wherever_their_rows_are(latents, guidance):
-    """History: tokens of a prediction were cut as if they were channels, and arguments of all rows were halved."""
+    """History: tokens of a prediction were cut as if they were channels, and arguments of all rows were halved.
+
+    Of two calls, whose guidance divides by a norm, it was said that the first was copied before the second.
+    """
     for given, num in itertools.product(GIVEN, (1, 2)):
         options = latents, guidance, given
         expected, pair = drawn_alone(num, *options), LoopbackNetwork(2)

@@ -169,7 +169,7 @@ class Exchange:
             raise GraphError(
                 f"call {call} of the model was {first[0]} of {tuple(first[1].shape)} in the first step, but "
                 f"is {kind} of {tuple(own.shape)} in step {self._step}: bands need the same course of the "
-                "forward in every step; use mode='synchronous'"
+                "forward in every step; sample it in one process"
             )
 
     def _later(self, kind: MessageKind, outgoing: Mapping[int, Tensor], expected: Shapes) -> Read:

@@ -32,6 +32,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Links
@@ -267,8 +268,10 @@ class DistriFusionRun(Run):
         """
 
         def plain() -> Any:
+            # Lists of their own, from which U-Nets take residuals out.
+            args, kwargs = pytree.tree_map(lambda x: x, (whole.args, whole.kwargs))
             with whole.interception.running(None):
-                return whole.forward(*whole.args, **whole.kwargs)
+                return whole.forward(*args, **kwargs)
 
         bands = self._bands(analysis)
         cause = "it makes positions for all rows by itself"
