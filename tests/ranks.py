@@ -121,7 +121,7 @@ def run_in_turn(
 ) -> list[tuple[Any, ...]]:
     """Returns what `run_ranks` would of a function with each of several arguments, called by the same processes.
 
-    They need not start and meet anew, and torch knows the shapes of a model by then. Together they have as long as
+    They need not start and meet again, and torch knows the shapes of a model by then. Together they have as long as
     pytest gives a test.
     """
     return list(

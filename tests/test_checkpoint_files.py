@@ -257,7 +257,7 @@ def test_a_final_checkpoint_goes_where_fsspec_writes(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_last_checkpoint_elsewhere_has_to_be_named():
-    """History: folders of other file systems were not looked into, and a run began anew beside its checkpoints."""
+    """History: folders of other file systems were not looked into, and a run started again next to them."""
     train("memory://last", 2, save_last=True)
     with pytest.raises(CheckpointError, match=r"in folders of this machine.*name a file"):
         train("memory://last", 3, ckpt_path="last", save_last=True)

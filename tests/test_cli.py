@@ -551,7 +551,7 @@ def test_a_run_of_wandb_goes_on_with_the_training(tmp_path, monkeypatch, by):
     else:
         assert started(tmp_path / "b", str(tmp_path / "a" / "checkpoints" / "x.ckpt")) == first
         assert started(tmp_path / "b", "last") == first, "stored next to its own checkpoints, too"
-    assert started(tmp_path / "a") != first, "begun anew"
+    assert started(tmp_path / "a") != first, "started again"
     config = OmegaConf.create({"output_dir": str(tmp_path), "ckpt_path": None})
     assert _run_to_go_on_with(config, OmegaConf.merge(node, {"id": "mine"})) == {}
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -868,7 +868,7 @@ def test_train_on_one_device_writes_a_folder_that_sample_reads(
     assert (
         f"ckpt_path={checkpoint} does not fit the module; choose the model" in err.splitlines()[-1]
     )
-    # History: no checkpoint was called so, and training began anew.
+    # History: no checkpoint was called so, and training started again.
     further = ["trainer.max_steps=3", "ckpt_path=last", "output_dir=out"]
     code, _, err = call(capsys, monkeypatch, "train", *settings, *further)
     assert code == 0, err[-3000:]
@@ -1012,7 +1012,7 @@ JOB = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NAME": "draw", "SLURM_NODELIST": "nod
 
 
 def test_tasks_of_srun_are_the_processes(monkeypatch):
-    """History: each of them started all processes anew, or took itself for the only one."""
+    """History: each of them started all processes again, or took itself for the only one."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that they are put back
         monkeypatch.delenv(name)

@@ -95,7 +95,7 @@ def profile_of(case: Emulated, batch: Tensor) -> ModelProfile:
         probe(module, step, batch[:2]),
         sample_counts=(1, SAMPLES),
         repeats=PROFILE_RUNS,
-        looks_at_results=False,
+        finds_results=False,
     )
     profile, _ = measured_by_all(timer, dist.group.WORLD)
     return profile

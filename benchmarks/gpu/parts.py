@@ -184,7 +184,7 @@ def _measured(
             sample_counts=counts,
             repeats=5 if place.on_gpu else 1,
             budget_s=budget_s,
-            looks_at_results=False,
+            finds_results=False,
         )
     )
 

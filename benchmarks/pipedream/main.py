@@ -69,7 +69,7 @@ def measure_all(rank: int, num_ranks: int, rounds: int) -> list[dict[str, Any]]:
     module = SleepingModel()
     timer = LayerTimer(
         module, step, batch, probe(module, step, batch[:2]), sample_counts=(1, SAMPLES), repeats=3,
-        looks_at_results=False,
+        finds_results=False,
     )  # fmt: skip
     box = [measure_profile(timer) if rank == 0 else None]
     dist.broadcast_object_list(box)

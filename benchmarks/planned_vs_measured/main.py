@@ -79,7 +79,7 @@ def planned_and_run(case: Case, process: Process, rounds: int) -> dict[str, Any]
         sample_counts=default_counts(size, size // case.num_microbatches),
         repeats=rounds,
         progress=lambda what, share: steps.append(one_step(pipeline, batch)),
-        looks_at_results=False,
+        finds_results=False,
     )
     profile, _ = measured_by_all(timer, dist.group.WORLD)
     pipeline.dismantle()

@@ -37,7 +37,7 @@ from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.callbacks.monitor import run_folder
 from lightning_diffpipe.comm.links import ProcessLinks
 from lightning_diffpipe.errors import ConfigurationError, GraphError, PartitionError, require_number
-from lightning_diffpipe.graph.placement import is_placeholder, lent_to_placeholders, rounded
+from lightning_diffpipe.graph.placement import filled_placeholders, is_placeholder, rounded
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.loop import PipelineCall
@@ -546,5 +546,5 @@ class StageDrawer:
         here = needed[self._mesh.local_rank]
         absent = {p: whole[n] for p, n in self._names.items() if n in here and is_placeholder(p)}
         values = {p: rounded(p, v.to(p.device)) for p, v in absent.items()}
-        with lent_to_placeholders(values), torch.no_grad():
+        with filled_placeholders(values), torch.no_grad():
             yield

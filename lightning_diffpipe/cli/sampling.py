@@ -39,7 +39,7 @@ _COMMON = ("compile", "decoding", "cache", "attention")
 _ASKED = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
 
 
-@verb("draw prompts with a trained model: diffpipe sample 'prompts=[\"digit four, serif\"]'")
+@verb("sample prompts with a trained model: diffpipe sample 'prompts=[\"digit four, serif\"]'")
 def sample(config: DictConfig) -> Any:
     """Samples `prompts` with the model at `path` on `trainer.devices` processes, into `output`."""
     values = plain(config)
@@ -162,7 +162,7 @@ def _refuse_by_model(values: dict[str, Any]) -> None:
     with named({"num_patches": "sampler.num_patches", "method": "sampler"}):
         settings = Settings(**request, options=options)
         check_request(source, settings, sampler["method"], sampler.get("num_patches"))
-    makes_video = isinstance(source, DiffusersFolder) and source.draws_videos
+    makes_video = isinstance(source, DiffusersFolder) and source.samples_videos
     if makes_video and (values["output_type"], values["video_format"]) == ("pil", "mp4"):
         _require_encoder()
 
@@ -199,7 +199,7 @@ def _refuse_request(values: dict[str, Any], num_ranks: int) -> None:
 
 def _sample(values: dict[str, Any]) -> Any:
     rank = int(os.environ.get("RANK", "0"))
-    images, report = _draw(values, rank)
+    images, report = _sampled(values, rank)
     if rank:
         return None
     folder = Path(values["output"])
@@ -226,7 +226,7 @@ def _sample(values: dict[str, Any]) -> Any:
     return images
 
 
-def _draw(values: dict[str, Any], rank: int) -> tuple[list[Any] | None, Any]:
+def _sampled(values: dict[str, Any], rank: int) -> tuple[list[Any] | None, Any]:
     """Returns images and report of the request, without the model, which is gone when this returns."""
     from tqdm import tqdm
 

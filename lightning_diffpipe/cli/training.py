@@ -45,7 +45,7 @@ def _nodes(config: DictConfig, group: str) -> Iterator[DictConfig]:
 
 
 def _fit(trainer: Any, module: Any, data: Any, path: str | None = None) -> None:
-    """Trains; errors have the names of settings."""
+    """Trains a module; errors have the names of settings."""
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     names = ("num_stages", "num_replicas", "data_parallel")

@@ -42,7 +42,7 @@ from lightning_diffpipe.graph.versions import bytes_of, digest_of_tensor, plain_
 
 _log = logging.getLogger(__name__)
 _NOTICE_S = 30.0  # imports from a cold disk take that long
-_LONGEST_PAUSE_S = 0.5  # between two looks at who has come
+_LONGEST_PAUSE_S = 0.5  # between two checks of who has come
 
 
 def open_store() -> dist.TCPStore:
@@ -251,7 +251,7 @@ def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None
     """Gives every rank rank 0's weights where they differ.
 
     Without `seed_everything` each process initialises other weights; from checkpoints they are
-    equal, and then nothing but checksums travels. Of what is mapped from files samples are read.
+    equal, and then nothing but checksums travels. Checksums of mapped files are those of samples.
 
     Raises:
         ConfigurationError: A rank has other tensors than rank 0; names the first.

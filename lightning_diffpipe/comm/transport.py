@@ -104,7 +104,7 @@ class Transport:
         self,
         num_stages: int,
         delivered: Mapping[MessageKey, Sequence[MessageKey]] | None = None,
-        due: Mapping[Instruction, Sequence[MessageKey]] | None = None,
+        receives_before: Mapping[Instruction, Sequence[MessageKey]] | None = None,
     ) -> None:
         """Follows a schedule from now on, when nothing is in flight.
 
@@ -112,10 +112,11 @@ class Transport:
             num_stages: Stages of the plan, by which tags differ.
             delivered: For each message, messages of this rank that have arrived when it has. Those that no message
                 confirms are stored until `finish`.
-            due: Receives that begin before each instruction, over NCCL. Others begin when they are
+            receives_before: Receives that begin before each instruction, over NCCL. Others begin when they are
                 waited for.
         """
-        self._num_stages, self._delivered, self._due = num_stages, delivered or {}, due or {}
+        self._num_stages, self._delivered = num_stages, delivered or {}
+        self._receives_before = receives_before or {}
 
     def send(self, key: MessageKey, buffer: Tensor, to: int) -> None:
         """Starts sending to a position of this pipeline; the buffer lives until it has left."""
@@ -138,7 +139,7 @@ class Transport:
 
     def come_to(self, instruction: Instruction) -> None:
         """Begins the posted receives that belong before an instruction which the program has reached."""
-        for key in self._due.get(instruction, ()):
+        for key in self._receives_before.get(instruction, ()):
             self._begin(key)
 
     def _begin(self, key: MessageKey) -> _AwaitedWork:

@@ -60,7 +60,7 @@ LAUNCHER = "DIFFPIPE_LAUNCHER_PID"
 
 _log = logging.getLogger(__name__)
 _STARTING = "starting processes"
-_TICK_S = 0.25  # between two looks
+_TICK_S = 0.25  # between two checks
 _PERIOD_S = 2.0  # between two signs of life, at most
 _LEAST_SILENCE_S = 10.0  # a thread may wait so long for a busy machine, or the interpreter
 _GRACE_S = 5.0  # for a rank that has lost another, or got SIGTERM, to end by itself
@@ -175,10 +175,10 @@ class Watcher:
         self._signalled_s = math.inf  # when SIGTERM came
         self._end_s = math.inf  # when this process is ended, as another was lost
         self._running = 0  # identifier of the thread in the run
-        # Frame and instruction of its wait, at the last look.
+        # Frame and instruction of its wait, at the last check.
         self._waits_in: tuple[int, int] | None = None
         self._waits_since_s = math.inf
-        self._waited_s = -math.inf  # the last look at which it was in a wait
+        self._waited_s = -math.inf  # the last check at which it was in a wait
         self._reported_s = -math.inf  # start of the busy time that was reported last
         self._server: socket.socket | None = None
         self._token = ""
@@ -280,7 +280,7 @@ class Watcher:
             run, turn = self.status.run + 1, self.status.turn
             self.status = Status(rank, phase, run=run, turn=turn, **place)
             for status in self._statuses.values():
-                self._look_for_failure(status)
+                self._record_failure(status)
         self.publish()
 
     def fail(self, error: BaseException) -> None:
@@ -564,9 +564,9 @@ class Watcher:
                     if now_s - said_s >= self._period_s:
                         said_s = now_s
                         self._send(self.status)
-                    self._look_around(now_s)
-                    self._look_at_wait(now_s)
-                    self._look_at_work(now_s)
+                    self._check_connections(now_s)
+                    self._check_wait(now_s)
+                    self._check_work(now_s)
                 self._end_if_needed(now_s)
             except Exception as error:  # or nobody would watch, and nobody know it
                 _log.exception("the other ranks are watched no more")
@@ -614,9 +614,9 @@ class Watcher:
             self._statuses[rank], self._moved_s[rank] = status, time.monotonic()
             if this_rank == 0:
                 self._send(status)
-            self._look_for_failure(status)
+            self._record_failure(status)
 
-    def _look_for_failure(self, status: Status) -> None:
+    def _record_failure(self, status: Status) -> None:
         is_gone = status.state != "alive"
         if status.failure and (is_gone or status.run == self.status.run):
             self._losses.setdefault(status.rank, status)
@@ -629,7 +629,7 @@ class Watcher:
             if connection.rank not in (None, status.rank):
                 connection.send(**asdict(status))
 
-    def _look_around(self, now_s: float) -> None:
+    def _check_connections(self, now_s: float) -> None:
         """Notes ranks that are silent, and processes started by a rank that ended before they connected."""
         for connection in self._connections:
             if connection.rank is None or now_s - connection.heard_s <= self._silence_s:
@@ -646,7 +646,7 @@ class Watcher:
             for rank in set(ended) - self._statuses.keys():
                 self._note_end(rank)
 
-    def _look_at_wait(self, now_s: float) -> None:
+    def _check_wait(self, now_s: float) -> None:
         """Publishes whether this rank's run has been in one wait for others for as long as a rank may be silent."""
         innermost = sys._current_frames().get(thread_at_work(self._running))
         frames = itertools.islice(traceback.walk_stack(innermost), _FRAMES_OF_A_WAIT)
@@ -661,7 +661,7 @@ class Watcher:
         if waits != self.status.waits:
             self.publish(waits=waits)
 
-    def _look_at_work(self, now_s: float) -> None:
+    def _check_work(self, now_s: float) -> None:
         """Reports where this rank's code stands while another waits, and ends it after `busy_timeout_s`."""
         ranks = [n for n, each in self._statuses.items() if each.waits and each.state == "alive"]
         since_s = max(self._moved_s.get(self.status.rank, now_s), self._waited_s)

@@ -48,7 +48,8 @@ def in_own_memory(
     # Those in one piece of memory. There are a thousand, so that nothing of Python's is called for each.
     have = [p for p in first if (g := p.grad) is not None and g.layout is torch.strided]
     theirs = [t for t in others() if t is not None and t.layout is torch.strided] if have else []
-    addresses = _addresses([*theirs, *map(_GRAD, have)])
+    memory = map(Tensor.untyped_storage, [*theirs, *map(_GRAD, have)])
+    addresses = list(map(torch.UntypedStorage.data_ptr, memory))
     if len(set(addresses)) == len(addresses):
         return
     seen = set(addresses[: len(theirs)])
@@ -59,11 +60,6 @@ def in_own_memory(
 
 
 _GRAD = attrgetter("grad")
-
-
-def _addresses(tensors: Iterable[Tensor]) -> list[int]:
-    """Returns the addresses of the memory that tensors are parts of."""
-    return list(map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, tensors)))
 
 
 Node = Any  # torch.autograd.graph.Node, without stubs for what is used here

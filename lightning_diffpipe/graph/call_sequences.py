@@ -121,6 +121,9 @@ class Replay:
         return repeated
 
 
+_Trial = tuple[CallSequence, Replay]
+
+
 class CallSequenceView(View):
     """Recognises the call sequences of a step, for microbatches of one signature; other arguments as of `View`.
 
@@ -132,7 +135,7 @@ class CallSequenceView(View):
 
     Attributes:
         counted: Counters of the step (`LayerGraph.counters`) after the latest batch.
-        looks_at_frozen: In runs frozen layers return numbers in place of NaN.
+        numbers_from_frozen: In runs frozen layers return numbers in place of NaN.
         frozen_values: Tensors, numbers and strings that the latest run gave to frozen layers, and that containers
             of nothing else returned.
         sums: Those of the tensors that the latest run gave to layers, with numbers, and its loss; for `carried`.
@@ -157,7 +160,7 @@ class CallSequenceView(View):
         self.labels = {id(parameter): name for name, parameter in parameters}
         self._counters = Attributes(root, graph.counters)
         self.counted: list[Any] = []
-        self.looks_at_frozen, self.frozen_values = False, list[Any]()
+        self.numbers_from_frozen, self.frozen_values = False, list[Any]()
         self.sums: list[Any] | None = None
         self.frozen = graph.frozen_calls
         owners = {name.rpartition(".")[0] for name in graph.glue_writes}
@@ -217,14 +220,14 @@ class CallSequenceView(View):
         if not self.graph.frozen:
             return False
         self.interception.watch(self.frozen)
-        self.looks_at_frozen, values, now = True, list[list[Any]](), contextlib.nullcontext
+        self.numbers_from_frozen, values, now = True, list[list[Any]](), contextlib.nullcontext
         with self._counters.preserved():
             for moment in (now, now, *moments[:1], *moments[-1:]):
                 with contextlib.suppress(Exception), moment():  # of any code, as above
                     self.record(call, seed)
                     values.append(self.frozen_values)
                 self.count()
-        self.looks_at_frozen = False
+        self.numbers_from_frozen = False
         return not all(bool(are_equal(values[0], later)) for later in values[1:])
 
     def carried(self, call: StepCall, seed: int) -> Carried | None:
@@ -279,9 +282,7 @@ class CallSequenceView(View):
         self.counted = [n + added for n, added in zip(run.counted, after_layers, strict=True)]
         return sequence
 
-    def record(
-        self, call: StepCall, seed: int, arguments: tuple[Any, ...] = ()
-    ) -> tuple[CallSequence, Replay]:
+    def record(self, call: StepCall, seed: int, arguments: tuple[Any, ...] = ()) -> _Trial:
         """Returns the call sequence of one microbatch, and its replay; arguments as for `sequence_of`."""
         run, counted = self._run(None), self._counters.capture()
         with rng.isolated_random_numbers(seed), self.restored.preserved():
@@ -407,7 +408,7 @@ def survey(
     Raises:
         GraphError: None of the sequences calls all layers.
     """
-    trials: list[tuple[CallSequence, Replay]] = []
+    trials: list[_Trial] = []
     with Interception(root).installed() as interception, untouched(root):
         view = CallSequenceView(root, graph, interception, lenient=True, by_reads=True)
 
@@ -416,7 +417,7 @@ def survey(
             call = StepCall(step, root, batch, shifted, graph.batch_writes)
             return call, seed_of(number, microbatch), shifted
 
-        def later(moment: Moment, microbatch: int) -> list[tuple[CallSequence, Replay]]:
+        def later(moment: Moment, microbatch: int) -> list[_Trial]:
             # Any code may fail that looks up what is not there yet.
             with contextlib.suppress(Exception), moment() as number:
                 sequence, replay = view.record(*trial(number, microbatch))
@@ -447,19 +448,15 @@ def survey(
     return widest, replace(sequences, moves_frozen=moves_frozen, carried=carried)
 
 
-def _sequences_of_trials(
-    trials: Sequence[tuple[CallSequence, Replay]],
-) -> tuple[CallSequence, CallSequences]:
+def _sequences_of_trials(trials: Sequence[_Trial]) -> tuple[CallSequence, CallSequences]:
     """Returns the longest call sequence, and all with their frequencies; see `survey`."""
     reads = [{value for _, value in sequence.reads} for sequence, _ in trials]
     read = set.union(*reads) - set.intersection(*reads)  # in some trials only
     counts = Counter(sequence for sequence, _ in trials)
     by_reads = len(counts) > (num_sequences := len({sequence.calls for sequence in counts}))
     if len(counts) > MOST_SEQUENCES >= num_sequences or not by_reads:  # too many to be probed
-        by_reads, trials = (
-            False,
-            [(CallSequence(sequence.calls), replay) for sequence, replay in trials],
-        )
+        by_reads = False
+        trials = [(CallSequence(sequence.calls), replay) for sequence, replay in trials]
         counts = Counter(sequence for sequence, _ in trials)
     replays = dict(reversed(trials))
     sequences = sorted(counts, key=lambda f: (-len(f.calls), -len(f.reads), -counts[f]))
@@ -553,7 +550,7 @@ class _CallSequenceRun(StubbedRun):
 
     def _stub(self, layer: Layer) -> Any:
         out = super()._stub(layer)
-        if self._view.looks_at_frozen and layer.frozen:
+        if self._view.numbers_from_frozen and layer.frozen:
             out = pytree.tree_map_only(torch.Tensor, _numbers_like, out)
         if self._view.by_reads:
             self._alive.append(out)

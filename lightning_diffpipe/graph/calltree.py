@@ -228,7 +228,7 @@ class CallTree(TorchDispatchMode):
     """Records the tree of module calls and their costs.
 
     Args:
-        look: Returns the record of a call, from its arguments and output.
+        record_of: Returns the record of a call, from its arguments and output.
 
     Attributes:
         names: The modules that were called, in order.
@@ -237,12 +237,12 @@ class CallTree(TorchDispatchMode):
     def __init__(
         self,
         root: nn.Module,
-        look: Callable[[Any, Any], Any] | None = None,
+        record_of: Callable[[Any, Any], Any] | None = None,
         repeats: Repeats | None = None,
     ) -> None:
         super().__init__()
         self._repeats = repeats
-        self.stack, self.names, self._look = [CallNode("")], list[str](), look
+        self.stack, self.names, self._record_of = [CallNode("")], list[str](), record_of
         self.functions = OwnFunctions()
         self._root = root
         self._buffers = {storage_key(buffer): name for name, buffer in root.named_buffers()}
@@ -310,7 +310,7 @@ class CallTree(TorchDispatchMode):
             self.stack.append(node)
             try:
                 out = forward(*args, **kwargs)
-                node.found = self._look and self._look((args, kwargs), out)
+                node.found = self._record_of and self._record_of((args, kwargs), out)
                 if call is not None:
                     inside = call.inside(self.names[num_names:])
                     stands_for_equal = inside is not None and not self._sized_by_values

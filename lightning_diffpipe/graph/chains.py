@@ -52,7 +52,7 @@ def find_chains(root: nn.Module, step: Callable[..., Any], batch: Any, graph: La
     joined_by = _shared_parameter(graph, starts)
     if not joined_by and graph.weighted:
         joined_by = (
-            'training_step returns a "weight" beside the loss, which counts for all backbones together; leave it '
+            'training_step returns a "weight" besides the loss, which counts for all backbones together; leave it '
             "out, and divide every loss by its own number"
         )
     if not joined_by:

@@ -28,7 +28,7 @@ class StageCut:
         index: Position in the pipeline; -1 for the frozen layers.
         received: Tensors that come from earlier stages, including those only passed on.
         message: Tensors of `received` that the stage before sends.
-        handed: Tensors of `received` that an earlier stage of the same rank passes on in memory, by that stage.
+        local: Tensors of `received` that an earlier stage of the same rank passes on in memory, by that stage.
         sent: Tensors that go to later stages, including those passed through; for the frozen layers: all results
             that some stage reads.
         frozen_received: Results of frozen layers that are read here.
@@ -46,7 +46,7 @@ class StageCut:
     layers: frozenset[int]
     received: tuple[TensorKey, ...]
     message: tuple[TensorKey, ...]
-    handed: Mapping[int, tuple[TensorKey, ...]]
+    local: Mapping[int, tuple[TensorKey, ...]]
     sent: tuple[TensorKey, ...]
     frozen_received: tuple[TensorKey, ...]
     needed: frozenset[TensorKey]
@@ -64,9 +64,9 @@ class StageCut:
         return self._with_gradients(self.message)
 
     @property
-    def handed_gradients(self) -> Mapping[int, tuple[TensorKey, ...]]:
-        """Tensors of `handed` for which a gradient goes back."""
-        return {stage: self._with_gradients(keys) for stage, keys in self.handed.items()}
+    def local_gradients(self) -> Mapping[int, tuple[TensorKey, ...]]:
+        """Tensors of `local` for which a gradient goes back."""
+        return {stage: self._with_gradients(keys) for stage, keys in self.local.items()}
 
     def _with_gradients(self, keys: tuple[TensorKey, ...]) -> tuple[TensorKey, ...]:
         return tuple(key for key in keys if key in self.received_gradients)
@@ -212,22 +212,22 @@ def _stage_cut(
     parameters = frozenset().union(*(graph.layers[i].parameters for i in layers))
     frozen = tuple(sorted(k for k in needed if graph.layers[k[0]].frozen))
     message = tuple(key for key, way in routes.items() if index in way.route.sent_to)
-    handed: dict[int, list[TensorKey]] = {}
+    local: dict[int, list[TensorKey]] = {}
     readers: dict[TensorKey, set[int]] = {}
     for key, way in routes.items():
-        for before, stage in (*((s - 1, s) for s in way.route.sent_to), *way.route.handed):
+        for before, stage in (*((s - 1, s) for s in way.route.sent_to), *way.route.local):
             if before == index:
                 readers.setdefault(key, set()).add(stage)
-        for before, stage in way.route.handed:
+        for before, stage in way.route.local:
             if stage == index:
-                handed.setdefault(before, []).append(key)
-    received = tuple(sorted({*message, *(key for keys in handed.values() for key in keys)}))
+                local.setdefault(before, []).append(key)
+    received = tuple(sorted({*message, *(key for keys in local.values() for key in keys)}))
     return StageCut(
         index=index,
         layers=layers,
         received=received,
         message=message,
-        handed={before: tuple(keys) for before, keys in sorted(handed.items())},
+        local={before: tuple(keys) for before, keys in sorted(local.items())},
         sent=tuple(readers),
         frozen_received=frozen,
         needed=needed,

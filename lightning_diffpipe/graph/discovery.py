@@ -65,7 +65,7 @@ from lightning_diffpipe.graph.versions import OF_EVERY_MODULE
 _log = logging.getLogger(__name__)
 
 
-Look = Callable[[Any, Any], Any]
+RecordOf = Callable[[Any, Any], Any]
 _Dims = LeadingDims | tuple[None, None]
 _Rows = tuple[tuple[int | None, ...] | None, Sequence[int | None]]
 _MoreSamples = Mapping[tuple[str, int, int], LeadingDims]
@@ -106,7 +106,7 @@ class _Seen:
 
 
 class _OtherCallsError(Exception):
-    """With one sample more the step calls other modules."""
+    """The step calls other modules when it gets one sample more."""
 
 
 class LayerLeakError(GraphError):
@@ -204,8 +204,8 @@ class StepProbe:
     ) -> LayerGraph:
         """Follows all values through one run with these layers: modules whose outermost calls are layers.
 
-        Of `containers`, which stay expanded, those in `leaky` must. A `known` graph of the same step may have finer
-        layers; random streams are seeded as there, and it may tell rows per sample, which saves a run.
+        All `containers` stay expanded, those in `leaky` as they must. A `known` graph of the same step may have
+        finer layers; random streams are seeded as there, and it may tell rows per sample, which saves a run.
 
         Raises:
             LayerLeakError: One of the layers must be expanded.
@@ -320,10 +320,11 @@ class StepProbe:
         return out
 
     def _call_tree(
-        self, batch: Any, look: Look | None = None, *, has_gradients: bool = True
+        self, batch: Any, record_of: RecordOf | None = None, *, has_gradients: bool = True
     ) -> CallTree:
-        """Runs the step and records the tree of calls, with what a look at arguments and output of each finds."""
-        tree, names = CallTree(self.module, look, self._repeats(CallResults())), self._callable()
+        """Runs the step and returns the tree of its calls, each with the record of its arguments and output."""
+        tree = CallTree(self.module, record_of, self._repeats(CallResults()))
+        names = self._callable()
 
         def record(call: Callable[[], Any]) -> Any:
             noticed = gradients_noticed(tree.note_gradients)
@@ -344,14 +345,14 @@ class StepProbe:
         """Returns the tree of calls with one sample more, and what is seen there; None if the step does not run."""
         if isinstance(self.batch_spec, ModuleSplit):  # a sample may have rows anywhere
             return None
-        look = lambda arguments, out: (leading_dims(arguments), leading_dims(out))
+        record_of = lambda arguments, out: (leading_dims(arguments), leading_dims(out))
         try:
             with self.fake_mode or contextlib.nullcontext():
                 larger = self.batch
                 if num_samples := count_samples(self.batch, self.batch_spec):
                     larger = add_sample(self.batch, num_samples, self.batch_spec)
             is_fake = self.fake_mode is not None
-            return self._call_tree(self._new(larger), look, has_gradients=is_fake)
+            return self._call_tree(self._new(larger), record_of, has_gradients=is_fake)
         except GraphError:  # a refusal, with any number of samples
             raise
         except Exception as error:  # a step may insist on its batch size
@@ -436,8 +437,8 @@ class StepProbe:
     def with_observed_strides(self, graph: LayerGraph) -> LayerGraph:
         """Returns the graph with strides as they really are, where the step calls the same layers."""
         stride = lambda leaf: dense_stride(leaf) if isinstance(leaf, Tensor) else None
-        look = lambda arguments, out: list(map(stride, pytree.tree_leaves(out)))
-        tree = self._call_tree(self._new(self.batch), look, has_gradients=False)
+        record_of = lambda arguments, out: list(map(stride, pytree.tree_leaves(out)))
+        tree = self._call_tree(self._new(self.batch), record_of, has_gradients=False)
         seen = _Seen.among(tree.top, set(graph.layer_names), ())
         if tuple(call.name for call in seen) != graph.layer_names:
             return graph

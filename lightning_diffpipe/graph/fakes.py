@@ -250,7 +250,7 @@ def forget_fakes(mode: TrackedFakeMode) -> None:
     """Removes fake tensors that the step left in caches outside the copy (class attributes, lru_cache).
 
     Otherwise the first real step would find them there. Attributes become None and cached entries are dropped, as
-    if the step had never run. The module must be out of use: looking at all objects of the process takes a third
+    if the step had never run. The module must be out of use: searching all objects of the process takes a third
     of a second, and is only done if a tensor survived among them.
     """
     for generation in (

@@ -57,7 +57,7 @@ class Run:
 
 
 class Site:
-    """Replaces `forward` of one module instance. Costs about half a microsecond per call.
+    """Replaces `forward` of one module instance. A call costs about half a microsecond.
 
     A copy or pickle of the module gets an ordinary bound method instead.
     """

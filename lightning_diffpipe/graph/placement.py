@@ -252,7 +252,7 @@ class Quantizing(Protocol):
 
 
 def quantize_when_placed(parameter: nn.Parameter, how: Quantizing) -> None:
-    """Has a frozen parameter quantized by the rank that holds it, when it is placed there."""
+    """Marks a frozen parameter, which the rank that holds it quantizes when it is placed there."""
     setattr(parameter, _QUANTIZED, how)
 
 
@@ -302,7 +302,7 @@ def move_scales(parameter: Tensor, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def quantized(root: nn.Module, device: torch.device) -> Iterator[None]:
-    """Has the parameters that wait for it quantized inside, on a device."""
+    """Quantizes the parameters that are marked for it while the context lasts, on a device."""
     swap = quantize_all(root, device)
     try:
         yield
@@ -386,7 +386,7 @@ def keep_stored(root: nn.Module) -> None:
 def stored_value(parameter: Tensor) -> Tensor | None:
     """Returns the value of a parameter that is mapped from a file; None if it is not, or was written or replaced.
 
-    Of a placeholder it is the value that the parameter had when it was placed.
+    A placeholder's value is the one that the parameter had when it was placed.
     """
     value, version = getattr(parameter, _STORED, (None, 0))
     if value is None or is_placeholder(parameter) or is_traceable_wrapper_subclass(parameter):
@@ -520,7 +520,7 @@ def loaded(
         return nn.Parameter(value, False) if stays else rounded(parameter, value)
 
     away: Any = [p for p in parameters if is_offloaded(p) and is_placeholder(p)]
-    with lent_to_placeholders({p: value_of(p) for p in away}, root):
+    with filled_placeholders({p: value_of(p) for p in away}, root):
         yield
 
 
@@ -581,10 +581,10 @@ def _hold(parameter: Tensor, value: Tensor) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def lent_to_placeholders(
+def filled_placeholders(
     values: Mapping[nn.Parameter, Tensor], root: nn.Module | None = None
 ) -> Iterator[None]:
-    """Gives placeholders values inside, of their shape and dtype and on their device.
+    """Fills placeholders with values while the context lasts, of their shape and dtype and on their device.
 
     Quantized values are parameters, which take the places of the placeholders in `root`.
     """

@@ -124,7 +124,7 @@ def reprobe(
         )
     if new.weighted != graph.weighted:
         raise GraphError(
-            'the step returns a "weight" beside the loss for some batches only; return it always'
+            'the step returns a "weight" besides the loss for some batches only; return it always'
         )
     return new
 

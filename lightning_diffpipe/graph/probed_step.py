@@ -3,7 +3,7 @@
     probe -> coins? -> probe of the longest call sequence -> chains -> does one sample suffice?
 
 All of it is found here and returned as a `ProbedStep`: profiling times its layers, planning shares them among
-ranks, and neither looks at the step again.
+ranks, and neither probes the step again.
 """
 
 from __future__ import annotations
@@ -113,10 +113,8 @@ def probe_step(
         ConfigurationError: It chooses its layers by random numbers of a generator of its own.
     """
     split = ModuleSplit.of(module)
-    batch_spec, number = (
-        split or BatchSpec.of(batch, num_samples),
-        min(_NUM_PROBED_SAMPLES, num_samples),
-    )
+    batch_spec = split or BatchSpec.of(batch, num_samples)
+    number = min(_NUM_PROBED_SAMPLES, num_samples)
     small = take_samples(batch, num_samples, number, split)
     with _telling_of_smaller_batch(number, num_samples):
         graph, sequences = _layers_and_sequences(
@@ -139,7 +137,7 @@ def _telling_of_smaller_batch(number: int, size: int) -> Iterator[None]:
     except Exception as error:
         if number < size:
             error.add_note(
-                f"training_step was run on {number} of the {size} samples of a batch, to look at its layers: of "
+                f"training_step was run on {number} of the {size} samples of a batch, to find its layers: of "
                 f"tensors with {size} rows and lists of {size} it got so many. If one of them holds no samples, "
                 "but is a table that all share, leave it out of the batch, or let the module cut batches itself "
                 "(split_batch)"
@@ -213,14 +211,8 @@ def refuse_own_generators(graph: LayerGraph) -> None:
 def _least_samples(module: nn.Module, step: Step, sample: Any, graph: LayerGraph) -> int:
     """Returns the samples that batch norms need: two, where of one they would see one value per channel."""
     try:
-        probe(
-            module,
-            step,
-            sample,
-            mode="fake",
-            layer_names=graph.layer_names,
-            batch_spec=graph.batch_spec,
-        )
+        names, batch_spec = graph.layer_names, graph.batch_spec
+        probe(module, step, sample, mode="fake", layer_names=names, batch_spec=batch_spec)
     except ValueError as error:
         return 2 if "more than 1 value per channel" in str(error) else 1
     except Exception as error:  # of any code, which needs values, say

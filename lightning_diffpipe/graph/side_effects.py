@@ -292,8 +292,8 @@ class AttributeWrites:
         self._of_layers: set[Attribute] = set()
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """Notes what is set in modules inside; of parameters, `note_flag` does.
+    def recorded(self) -> Iterator[None]:
+        """Records what is set in modules inside; of parameters, `record_flag` does.
 
         Their own classes are changed, as Python forgets all that it knows of a class and those below it whenever it
         is: below `nn.Module` are thousands.
@@ -301,7 +301,7 @@ class AttributeWrites:
         setters = {kind: kind.__setattr__ for kind in self._kinds}
         originals = {kind: vars(kind).get("__setattr__") for kind in self._kinds}
         for kind, original in setters.items():
-            kind.__setattr__ = self._noting(original)  # type: ignore[method-assign, assignment]
+            kind.__setattr__ = self._recording(original)  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
@@ -311,7 +311,7 @@ class AttributeWrites:
                 else:
                     kind.__setattr__ = before  # type: ignore[method-assign]
 
-    def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _recording(self, original: Callable[..., None]) -> Callable[..., None]:
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
             before = _shown(module, name)
             original(module, name, value)
@@ -321,17 +321,17 @@ class AttributeWrites:
             if owner is not None and name in module.__dict__:
                 self._set[owner, name] = value
                 if again or before is not value:
-                    self._note((owner, name), module, before)
+                    self._record((owner, name), module, before)
 
         return set_attribute
 
-    def note_flag(self, parameter: Any) -> None:
-        """Notes that it is about to be said whether a parameter needs a gradient."""
+    def record_flag(self, parameter: Any) -> None:
+        """Records that it is about to be said whether a parameter needs a gradient."""
         if (name := self._parameters.get(id(parameter))) is not None:
             with torch._C.DisableTorchFunction():
-                self._note((name, _NEEDS_GRADIENT), parameter, parameter.requires_grad)
+                self._record((name, _NEEDS_GRADIENT), parameter, parameter.requires_grad)
 
-    def _note(self, attribute: Attribute, owner: Any, before: Any) -> None:
+    def _record(self, attribute: Attribute, owner: Any, before: Any) -> None:
         self.num_set += 1
         if attribute not in self._before:
             self._before[attribute] = owner, before
@@ -341,8 +341,8 @@ class AttributeWrites:
         if self._inside():
             self._of_layers.add(attribute)
 
-    def look(self) -> None:
-        """Notes what differs from the beginning of the step, when a layer is called or has returned."""
+    def compare(self) -> None:
+        """Records what differs from the beginning of the step, when a layer is called or has returned."""
         if self._unmoved:
             moved = {attribute for attribute in self._unmoved if not self._is_as_before(attribute)}
             self._unmoved -= moved

@@ -60,7 +60,7 @@ class BatchSpec:
 
     @classmethod
     def of(cls, batch: Any, num_samples: int) -> BatchSpec:
-        """Decides by a batch. Of `k` entries that hold `k` things each it takes them for parts of `k` samples."""
+        """Decides by a batch. `k` entries that hold `k` things each are taken for parts of `k` samples."""
         return _decided(batch, num_samples)[1]
 
     def parts(self, batch: Any, num_samples: int) -> list[Any] | None:
@@ -382,7 +382,7 @@ def weight_of(out: Any) -> Tensor | float | None:
         return None if weight is None else float(weight)
     shown = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"{weight!r}"
     raise GraphError(
-        f'the step returned a "weight" of {shown} beside the loss; return one number, which says how much the loss '
+        f'the step returned a "weight" of {shown} besides the loss; return one number that says how much the loss '
         "of a microbatch counts, such as the number of tokens it is a mean over"
     )
 

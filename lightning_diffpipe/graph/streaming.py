@@ -35,9 +35,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_diffpipe.graph.layer import LayerGraph, num_spanned
 from lightning_diffpipe.graph.placement import (
+    filled_placeholders,
     host_value,
     keep_on_host,
-    lent_to_placeholders,
     value_to_stream,
 )
 from lightning_diffpipe.graph.versions import plain_tensors, with_plain_tensors
@@ -138,7 +138,7 @@ class WeightStream:
         slot = self._slot_of(layer)
         slot.wait()
         slot.values.close()
-        slot.values.enter_context(lent_to_placeholders(slot.views[layer], self._modules[layer]))
+        slot.values.enter_context(filled_placeholders(slot.views[layer], self._modules[layer]))
         self._slots = [other for other in self._slots if other is not slot] + [slot]
         ahead = [*self._runs[self._next :], *self._runs[: self._next]]
         if layer in ahead:  # else it comes out of turn

@@ -98,7 +98,7 @@ class _Functions(TorchFunctionMode):
         if func in HOOKING:
             self._provenance.hook(args[0], changes=func is HOOKING[0])
         if func in FLAGGING:
-            self._attributes.note_flag(args[0])
+            self._attributes.record_flag(args[0])
         kwargs = kwargs or {}
         self._provenance.generators.note((*args, *kwargs.values()))
         return func(*args, **kwargs)
@@ -186,7 +186,7 @@ class Tracer:
             gradients_noticed(lambda name: refuse_gradients(name) if between() else None),
             self._functions.counted(),
             _Functions(self.provenance, self.attributes),
-            self.attributes.noted(),
+            self.attributes.recorded(),
             self.provenance,
         ):
             before = rng.host_state()
@@ -209,9 +209,9 @@ class Tracer:
             if self.provenance.current is not None:
                 return self._inside(name, forward, args, kwargs)
             if name in self._layers:
-                self.attributes.look()
+                self.attributes.compare()
                 out = self._layer(name, forward, args, kwargs)
-                self.attributes.look()
+                self.attributes.compare()
                 return out
             if name in self._containers:
                 return self._container(name, forward, args, kwargs)
@@ -222,7 +222,7 @@ class Tracer:
     def _inside(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         if name not in self._fine or self._in_fine:
             return self._once(name, forward, args, kwargs)
-        self.attributes.look()
+        self.attributes.compare()
         with self._fine_call(name):
             return self._once(name, forward, args, kwargs)
 

@@ -173,13 +173,6 @@ def _is_same(now: Any, before: Any) -> bool:
     return same
 
 
-def _refill(holder: Any, before: Any) -> None:
-    """Gives a container what it held before, if it holds anything else."""
-    if not _is_same(holder, before):
-        holder.clear()
-        holder.extend(before) if hasattr(holder, "extend") else holder.update(before)
-
-
 def _rebind(owner: Any, before: Mapping[str, Any], kinds: tuple[type, ...]) -> None:
     """Gives a module, class or file those of its attributes back that are of some kinds."""
 
@@ -268,7 +261,9 @@ def _attributes_restored(
             yield
     finally:
         for item, before in holders:
-            _refill(item, before)
+            if not _is_same(item, before):
+                item.clear()
+                item.extend(before) if hasattr(item, "extend") else item.update(before)
         for owner, attributes, kinds in snapshots:
             _rebind(owner, attributes, kinds)
         for iterator, position in zip(replayed.values(), positions, strict=True):

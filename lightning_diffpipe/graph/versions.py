@@ -86,7 +86,7 @@ def module_digest(module: nn.Module) -> str:
 def settings_digest(module: nn.Module) -> str:
     """Hashes how a module computes, without its weights: classes, plain attributes, also of attention processors.
 
-    Takes some ten milliseconds for a U-Net.
+    It takes some ten milliseconds for a U-Net.
     """
     parts = []
     for part in module.modules():

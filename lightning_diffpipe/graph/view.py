@@ -78,8 +78,8 @@ class OpaqueOutput:
 class DummyMemory:
     """Memory that all dummies of a rank share, whatever they stand for: they are only read.
 
-    Full of NaN, so that a step that reads what it did not when it was probed cannot go on with numbers that look
-    right. No inference tensors: who writes into one leaves no trace.
+    It is full of NaN, so that a step that reads what it did not when it was probed cannot go on with numbers that
+    look right. They are no inference tensors, as writing into one leaves no trace.
     """
 
     def __init__(self, value: float = math.nan) -> None:
@@ -133,7 +133,7 @@ class View:
         pauses: Something is done before each layer of the fine graph.
         may_vary: All layers are executed here, nothing is sent, and other calls of them than were probed just run.
         has_varied: There were some.
-        fine: Layers of the fine graph, inside own layers, that are looked at when they are called.
+        fine: Layers of the fine graph, inside own layers, whose calls are intercepted.
     """
 
     pauses = may_vary = has_varied = False
@@ -331,9 +331,7 @@ class StubbedRun(Run):
         if position < len(names):
             expected = f"{names[position]} was to come"
         else:
-            expected = (
-                f"its call sequence has {len(names)} layer calls, with which another one begins"
-            )
+            expected = f"its sequence has {len(names)} layer calls, with which another one begins"
         return GraphError(
             f"{caller()} calls {name} as layer call {position}, where {expected}: the step takes another way than "
             "when it was probed. Let coins of torch's, Python's or numpy's global generators decide, or the number "
@@ -539,7 +537,7 @@ class StageRun(StubbedRun):
             self.result, self.loss, self.weight = result, loss_of(result), weight_of(result)
             if (self.weight is not None) != self._view.graph.weighted:
                 raise GraphError(
-                    'the step returns a "weight" beside its loss for some batches only; return it always'
+                    'the step returns a "weight" besides its loss for some batches only; return it always'
                 )
         for key in cut.sent:
             if key not in self.outputs:

@@ -158,7 +158,7 @@ class Bounds:
     def reach(self, first: int, replicas: int, later_ranks: int, limit_s: float) -> int:
         """Returns how far a stage from `first` on can reach to be bound by `limit_s`, and to fit into memory.
 
-        Of memory weights and activations count, with that many ranks of the pipeline after it.
+        Its memory is that of weights and activations, with that many ranks of the pipeline after it.
         """
         stop, limit = self.model.num_layers, self.model.cluster.memory_bytes
         if limit is not None:
@@ -245,7 +245,7 @@ class StageNeeds:
     def need_bytes(self, stage: int, first: int, stops: range) -> list[float]:
         """Returns what a stage from `first` to each of `stops` needs on its fullest rank.
 
-        Of an exchange counts what is read here, not what is packed for others, which depends on all cuts.
+        An exchange counts with what is read here, not with what is packed for others, which depends on all cuts.
         """
         model, boundary, rows = self.model, self.boundary_bytes, []
         num_holders = self.holders[stage]

@@ -174,7 +174,7 @@ class Cluster:
     def all_reduce_among(self, ranks: tuple[int, ...]) -> Link:
         """Returns the link that an all-reduce among these ranks runs at: its slowest part.
 
-        Between hosts as many rings run side by side as a host has ranks, each over an adapter of its own. A
+        A host has as many rings to other hosts as it has ranks, each over an adapter of its own. A
         group with fewer ranks on some host has so many rings less, but at least the adapter of one rank.
 
         Example:

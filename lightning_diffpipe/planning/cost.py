@@ -459,7 +459,7 @@ class PipelineCosts:
 class PipelineLinks:
     """Links that the messages of one of several equal pipelines take.
 
-    Of several pipelines, or replicas, the one on the slowest links counts. Gradients are summed over all pipelines.
+    The slowest ones of all pipelines and replicas count. Gradients are summed over all pipelines.
     """
 
     cluster: Cluster
@@ -484,7 +484,7 @@ class PipelineLinks:
 
     @cached_property
     def reductions(self) -> tuple[tuple[Link, int], ...]:
-        """For each stage the link its gradients are summed over, and the number of ranks that hold it."""
+        """The link over which the gradients of each stage are summed, and the number of ranks that hold it."""
         groups = [
             tuple(first + rank for first in self._first_ranks() for rank in ranks)
             for ranks in self.placement.stage_ranks
@@ -493,7 +493,7 @@ class PipelineLinks:
 
     @cached_property
     def slowness(self) -> tuple[float, ...]:
-        """By position, the factor by which the slowest rank there, of all pipelines, is slower than the fastest."""
+        """Slowness of the slowest rank at each position, relative to the fastest rank."""
         count, speeds = self.placement.num_ranks, self.cluster.rank_speeds
         return tuple(1 / min(speeds[position::count], default=1.0) for position in range(count))
 

@@ -129,7 +129,7 @@ class PlacedSchedule:
         return schedule_of_passes(self.spec, self.base, self.placement, count)
 
     def peak(self, rank: int) -> dict[int, Waiting]:
-        """See `peak_samples_of`; most pipelines that do not fit are known by their first ranks."""
+        """Returns `peak_samples_of` a rank; most pipelines that do not fit are known by their first ranks."""
         if rank not in self._peaks:
             stages, sizes = self.placement.stages_of(rank), self.sizes
             if self.runs_free:

@@ -108,7 +108,8 @@ def group_size_of(microbatch_sizes: Sequence[int], num_ranks: int) -> int:
     """Returns the samples on which frozen layers run at a time, where nothing is known of what that costs.
 
     Small groups balance better, and large ones run faster: groups have four samples where each rank then gets two
-    of them, and more where it gets four. Within half of that, the size that leaves the fewest groups half empty.
+    of them, and more where it gets four. Of sizes within half of that, the one with the fewest half-empty groups is
+    taken.
 
     Example:
         >>> group_size_of([16, 16], num_ranks=2), group_size_of([4, 4], 4), group_size_of([128] * 4, 8)

@@ -49,7 +49,7 @@ from lightning_diffpipe.planning.schedule import Message, Schedule
 def lower(schedule: Schedule, num_ahead: int = 1) -> Schedule:
     """Adds communication to a schedule of compute instructions only, whose order on each rank is kept.
 
-    Of an edge `num_ahead` messages are posted already while one is worked on.
+    The next `num_ahead` messages of an edge are posted already while one is worked on.
     """
     schedule = with_collectives(schedule)
     edges = messages_of_edge(schedule)
@@ -135,7 +135,7 @@ def prefix_frozen(
 ) -> Schedule:
     """Puts the frozen work of this batch, and its exchange, before the pipeline.
 
-    With `encoded` it was done in the bubbles of the last batch; only the exchange is left.
+    If it is `encoded`, it was done in the bubbles of the last batch, and only the exchange is left.
     """
     if not frozen_parts:
         return schedule

@@ -89,8 +89,8 @@ class FrozenLoad:
     def num_bytes(self, model: CostModel, runs: Sequence[LayerRun]) -> tuple[float, float]:
         """Returns bytes next to the activations, and those at another time, when there are none.
 
-        Without activations are: encoding before the pipeline; an exchange, for which what others read is
-        packed, while what is read here arrives; and its end, when that is joined, but not yet freed.
+        There are none during encoding before the pipeline; during an exchange, for which what others read is
+        packed, while what is read here arrives; and at its end, when that is joined, but not yet freed.
         """
         others = sum(
             model.read_bytes_per_sample(r) for s, r in enumerate(runs) if s not in self.read
@@ -228,9 +228,9 @@ def message_bytes(model: CostModel, peak: Mapping[int, Waiting], runs: Sequence[
     """Returns bytes of the messages between one rank's stages and other ranks.
 
     An activation that was sent is kept until a message tells that it has arrived, which its gradient does at
-    the latest, so one for each microbatch that waits. After the stage there are besides a gradient that has
-    arrived and one that is expected; before it an activation that is expected, and two gradients of which no
-    message has said yet that they have arrived. Replicas of a neighbour may be further apart: not counted.
+    the latest, so one for each microbatch that waits. The edge after the stage has a gradient that has arrived
+    and one that is expected, too; that before it an activation that is expected, and two gradients that no
+    message has confirmed yet. Replicas of a neighbour may be further apart, which is not counted.
     """
     num_bytes = 0.0
     for stage, waiting in peak.items():

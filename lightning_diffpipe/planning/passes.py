@@ -44,8 +44,8 @@ from lightning_diffpipe.planning.schedules.list_scheduling import chain_programs
 def folded(profile: ModelProfile) -> ModelProfile:
     """Returns a profile whose layers each stand for all calls of theirs; as it is if there is one pass.
 
-    The forward is that of the first pass, everything else counts as backward: then bounds hold. Of a step of
-    several call sequences a call takes what it does on average.
+    The forward is that of the first pass, everything else counts as backward: then bounds hold. If the
+    step has several call sequences, a call takes its mean time.
     """
     backbone = profile.backbones[0]
     if len(backbone.seen.sequences) > 1:

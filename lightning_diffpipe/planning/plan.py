@@ -260,7 +260,7 @@ class PipelinePlan:
 
     @cached_property
     def frozen_parts(self) -> tuple[EncodePart, ...]:
-        """Without filling, the frozen parts of this batch that `Encode` names."""
+        """The frozen parts of this batch that `Encode` names; none if the plan is filled."""
         if self.pieces or not self._encodes:
             return ()
         sizes, ranks = self.microbatch_sizes, self.ranks_per_pipeline
@@ -276,10 +276,7 @@ class PipelinePlan:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The planned timeline: in seconds if the costs are known, else in ticks.
-
-        Of some batches in a row where the pipeline is not flushed.
-        """
+        """The planned timeline, in seconds or, without costs, in ticks; without a flush it has several batches."""
         if not self.runs_free:
             return simulate(self.lowered, self.costs)
         num_batches = 2 * self.ranks_per_pipeline + 2

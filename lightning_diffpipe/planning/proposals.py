@@ -226,8 +226,8 @@ def microbatch_counts(
 ) -> tuple[int, ...]:
     """Returns numbers of microbatches to try.
 
-    Of few samples all; of more the divisors, which leave no microbatch larger than others, powers of two and
-    three times them, and as many times the ranks of a pipeline, as schedules that move groups need them.
+    These are all for few samples. For more they are the divisors, which leave no microbatch larger than others,
+    powers of two and three times them, and these times the ranks of a pipeline, for schedules that move groups.
     """
     if options.num_microbatches != "auto":
         return (options.num_microbatches,)
@@ -246,8 +246,8 @@ def microbatch_counts(
 def replicas_of(options: PlanOptions, shape: Shape) -> Iterator[tuple[int, ...]]:
     """Yields ways to share the ranks of a pipeline among its stages.
 
-    With many ranks only equal shares. Shares that leave a replica without a microbatch are left
-    out unless they are asked for.
+    Many ranks get equal shares only. Shares that leave a replica without a microbatch are left out unless they
+    are asked for.
     """
     num_replicas, num_stages = options.num_replicas, shape.num_stages
     if shape.stages_per_rank > 1:

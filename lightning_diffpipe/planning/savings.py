@@ -170,7 +170,7 @@ def streamed_runs(
 def copies(runs: Sequence[int]) -> tuple[int, ...]:
     """Returns the copies of a step, by layer and in order, where steps with the same runs follow each other.
 
-    With each run begins the copy for the next one, unless a slot has that layer still.
+    The copy for the next run begins with each run, unless a slot has that layer still.
 
     Example:
         >>> copies((1, 2, 3, 3, 2, 1))

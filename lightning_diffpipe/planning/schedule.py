@@ -190,12 +190,12 @@ class Route:
     """The way of one tensor: stages to which that before sends it, and pairs on one rank that have it together."""
 
     sent_to: tuple[int, ...]
-    handed: tuple[tuple[int, int], ...]
+    local: tuple[tuple[int, int], ...]
 
     @property
     def readers(self) -> frozenset[int]:
         """All stages that get it."""
-        return frozenset({*self.sent_to, *(stage for _, stage in self.handed)})
+        return frozenset({*self.sent_to, *(stage for _, stage in self.local)})
 
 
 NOWHERE = Route((), ())
@@ -220,12 +220,12 @@ def route(
 
     Example:
         >>> route(0, (1, 3), ((0,), (1,), (1,), (0,)))
-        Route(sent_to=(1,), handed=((0, 3),))
+        Route(sent_to=(1,), local=((0, 3),))
     """
     if stage_ranks is None:
         last = max((maker, *readers, *known.sent_to))
         return Route(tuple(range(maker + 1, last + 1)), ())
-    sent, handed, have = set(known.sent_to), set(known.handed), {maker, *known.readers}
+    sent, local, have = set(known.sent_to), set(known.local), {maker, *known.readers}
     for reader in readers:
         if reader in have:
             continue
@@ -233,10 +233,10 @@ def route(
         for before, stage in way or _shortest(reader, have, stage_ranks, None):
             have.add(stage)
             if stage_ranks[before] == stage_ranks[stage]:
-                handed.add((before, stage))
+                local.add((before, stage))
             else:
                 sent.add(stage)
-    return Route(tuple(sorted(sent)), tuple(sorted(handed)))
+    return Route(tuple(sorted(sent)), tuple(sorted(local)))
 
 
 def _shortest(

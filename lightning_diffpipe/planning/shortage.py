@@ -200,7 +200,9 @@ def _other_models(
     if first != profile:
         tries.insert(0, ("encode_first=true", first, cluster.num_ranks))
     if not (cluster.rank_memory_bytes or cluster.rank_speeds):
-        tries += [(f"{n} ranks", profile, n) for n in _more(cluster.num_ranks)]
+        count = cluster.num_ranks
+        more_ranks = (n for n in (count + 1, 2 * count, 4 * count, 8 * count) if n < 65)
+        tries += [(f"{n} ranks", profile, n) for n in more_ranks]
     remedies = dict[bool, str]()  # the smallest change of the model, and that of the ranks
     for what, changed, num_ranks in tries:
         wider, more = replace(cluster, num_ranks=num_ranks), num_ranks > cluster.num_ranks
@@ -208,10 +210,6 @@ def _other_models(
         if more not in remedies and (plan := _planned(changed, wider, narrowed, plans)):
             remedies[more] = f"{what} ({plan.planned.iteration_s:.3g} s a step)"
     return f"{' or '.join(remedies.values())} would fit" if remedies else ""
-
-
-def _more(num_ranks: int) -> tuple[int, ...]:
-    return tuple(n for n in (num_ranks + 1, 2 * num_ranks, 4 * num_ranks, 8 * num_ranks) if n < 65)
 
 
 def _as_adapters(profile: ModelProfile) -> ModelProfile:

@@ -74,7 +74,7 @@ class Seen:
     mixing: frozenset[str]
 
 
-Look = Callable[[LayerGraph], Seen]
+Observe = Callable[[LayerGraph], Seen]
 
 
 class Encoding(NamedTuple):
@@ -107,11 +107,11 @@ class Encoding(NamedTuple):
 
 
 def encodings(
-    module: nn.Module, step: Step, batch: Any, graph: LayerGraph, look: Look | None = None
+    module: nn.Module, step: Step, batch: Any, graph: LayerGraph, observe: Observe | None = None
 ) -> dict[str, Encoding]:
     """Returns the results of every encoder by its name; empty where the step cannot be folded.
 
-    What could be stored, and split, is unknown if there is no `look`.
+    What could be stored, and split, is unknown if there is no `observe`.
     """
     if not graph.frozen:
         return {}
@@ -122,7 +122,7 @@ def encodings(
         return {}
     seen: Seen | None = None
     try:
-        seen = look(folded) if look is not None else None
+        seen = observe(folded) if observe is not None else None
     except (GraphError, RuntimeError) as error:  # too little memory, say
         _log.info("whether encodings can be stored, or split, stays unknown: %s", error)
     readers: dict[TensorKey, list[int]] = {}  # as many stages as there are trained layers
@@ -148,17 +148,17 @@ def encodings(
     }
 
 
-def found_by_running(module: nn.Module, step: Step, batch: Any, stores: bool = True) -> Look:
+def found_by_running(module: nn.Module, step: Step, batch: Any, stores: bool = True) -> Observe:
     """Runs the frozen layers on a batch, on its samples and, if `stores`, with other random numbers."""
 
-    def look(folded: LayerGraph) -> Seen:
+    def observe(folded: LayerGraph) -> Seen:
         call = StepCall(step, module, batch, written=folded.batch_writes)
         with Interception(module, folded.layer_names).installed() as interception:
             view = FrozenView(module, folded, cut(folded, ()).frozen, interception)
             steady = repeatable(view, call, seed=0) if stores else None
             return Seen(steady, view.mixing(call, seed=0))
 
-    return look
+    return observe
 
 
 def _encoding(
@@ -193,7 +193,7 @@ def _encoding(
 
 
 class LayerCost(NamedTuple):
-    """Costs of one layer, glue included; see `step_run.py`. Of a frozen one only the forward counts.
+    """Costs of one layer, glue included; see `step_run.py`. A frozen one has those of its forward only.
 
     Attributes:
         backward_s: Whole backward.

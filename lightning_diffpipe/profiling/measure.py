@@ -97,7 +97,7 @@ class LayerTimer:
         budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: at least 5 runs.
         name: Name of the profile; the module's class if not given.
         least_samples: Fewer than these the step cannot be run on.
-        looks_at_results: Whether to find results of frozen layers, too, and whether they could be stored and split.
+        finds_results: Whether to find results of frozen layers, too, and whether they could be stored and split.
         splits_backward: Whether to time backwards of inputs only, too, and in halves, for schedules that split.
     """
 
@@ -112,7 +112,7 @@ class LayerTimer:
     budget_s: float = 10.0
     name: str | None = None
     progress: Progress | None = None
-    looks_at_results: bool = True
+    finds_results: bool = True
     splits_backward: bool = True
     least_samples: int = 1
 
@@ -393,7 +393,7 @@ def measure_costs(timer: LayerTimer) -> MeasuredCosts:
         with current(timer.place):
             with undisturbed(timer.module):
                 rounds, saved, splits = timer.run()
-                known = _encodings_of_device(timer) if timer.looks_at_results else {}
+                known = _encodings_of_device(timer) if timer.finds_results else {}
             graph = graph_of_device(timer)
     finally:
         give_back(timer.place)
@@ -423,11 +423,11 @@ def graph_of_device(timer: LayerTimer) -> LayerGraph:
 
 
 def encodings_by_running(timer: LayerTimer, stores: bool) -> dict[str, Encoding]:
-    """Returns by name what encoders give, which run where the module is, on the samples that were probed.
+    """Returns by name what encoders give for the probed samples, on the device of the module.
 
-    Together, one by one and, if `stores`, with other random numbers.
+    They run on all samples at once, one by one and, if `stores`, with other random numbers.
     """
     module, step, small = timer.module, timer.step, timer.probed
     with undisturbed(module):
-        look = found_by_running(module, step, small, stores)
-        return encodings(module, step, small, timer.graph, look)
+        observe = found_by_running(module, step, small, stores)
+        return encodings(module, step, small, timer.graph, observe)

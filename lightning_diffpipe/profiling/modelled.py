@@ -339,9 +339,9 @@ def modelled(
         known_tensors = [*module.parameters(), *module.buffers()]
         with interception.installed(), saved_bytes(forward, known_tensors) as saved:
             forward.forward_only(partial(step, module, probed), interception)
-        handed = encodings(module, step, probed, graph, seen_on_paper)
+        encoder_results = encodings(module, step, probed, graph, seen_on_paper)
     stored = kept_bytes({_NUM_PROBED_SAMPLES: saved})
     sizes = layer_sizes(module, graph, title)
     rate = device.bandwidth_bytes_per_s * device.efficiency["memory"]
-    profile = MeasuredCosts(sizes, graph, rounds, stored, None, handed).profile()
+    profile = MeasuredCosts(sizes, graph, rounds, stored, None, encoder_results).profile()
     return replace(profile, memory_bytes_per_s=rate)

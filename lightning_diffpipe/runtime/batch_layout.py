@@ -332,12 +332,12 @@ class BatchLayout:
                 sizes, schedule.num_ranks, splits_frozen, group_size, groups, self.num_encoding
             )
         schedule = prefix_frozen(schedule, parts, encoded=groups is not None)
-        rank, keys, due = self.mesh.local_rank, partial(map, message_key), None
+        rank, keys, receives_before = self.mesh.local_rank, partial(map, message_key), None
         if self.mesh.backend == "nccl":
             lowered, awaited = lower_for_devices(schedule)
-            due = {at: list(keys(receives)) for at, receives in awaited[rank].items()}
+            receives_before = {at: list(keys(receives)) for at, receives in awaited[rank].items()}
         else:
             lowered = lower(schedule)
         programs = tuple((*program, ShareResults()) for program in lowered.programs)
         confirmed = {message_key(w): list(keys(s)) for w, s in delivered(lowered)[rank].items()}
-        return replace(lowered, programs=programs), (confirmed, due), parts
+        return replace(lowered, programs=programs), (confirmed, receives_before), parts

@@ -378,7 +378,7 @@ class _Limit:
         return True
 
     def is_overdue(self) -> bool:
-        """Waits; returns whether the message is not there when the refused layer would have been half done.
+        """Waits until the refused layer would be half done; returns whether the message is not there by then.
 
         Then the wait is longer than those before it, by an unknown time, and all layers may run.
         """

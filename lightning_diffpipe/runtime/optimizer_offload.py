@@ -1,4 +1,4 @@
-"""Optimizer states in host memory, on the device only while their parameters are stepped.
+"""Optimizer states in host memory, on the device only while their parameters are updated.
 
 AdamW's two moments take twice as much as the gradients. They are needed once a step, when no activations are left:
 
@@ -8,7 +8,7 @@ AdamW's two moments take twice as much as the gradients. They are needed once a 
 
 So the user's own optimizer steps once for each bucket, while the gradients of all others are set aside. Optimizers
 leave parameters without a gradient alone (decision 0044). States of two buckets at most are on the device at a
-time: those that are stepped or on their way back, and the next ones. Values are those of a step of all parameters,
+time: those that are updated or on their way back, and the next ones. Values are those of a step of all parameters,
 to the last bit, if the optimizer treats each by itself and counts no steps of its own, as trials of small copies
 tell.
 

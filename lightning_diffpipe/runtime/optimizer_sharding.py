@@ -1,16 +1,16 @@
 """Optimizer states shared by the ranks that hold the same parameters (ZeRO, stage 1).
 
 Replicas of a stage, and pipelines side by side, have the same weights and the same sums of gradients: each would
-keep the same optimizer states and take the same step. Here each steps some of the parameters, and sends them on:
+keep the same optimizer states and take the same step. Here each updates some of the parameters, and sends them on:
 
     gradients summed, clipped -> those of parameters that others step set aside -> step -> parameters to all holders
 
 Optimizers leave parameters without a gradient alone, and make states of those they step: so nothing of an optimizer
 has to be changed for its states to be divided, whichever groups, wrappers and settings it has. Parameters are
-stepped whole, since some optimizers treat them as matrices.
+updated whole, since some optimizers treat them as matrices.
 
-That equals a step of all parameters where each is stepped by its own gradient alone, as a few steps of small
-copies tell (`steps_apart`); so does a step of each stage by itself.
+That equals a step of all parameters where each is updated by its own gradient alone, as a few steps of small
+copies tell (`updates_independently`); so does a step of each stage by itself.
 
 Source: Rajbhandari et al. (2020), https://arxiv.org/abs/1910.02054
 """
@@ -70,7 +70,7 @@ class OptimizerSharding:
 
     Attributes:
         ranks: As given.
-        stepped_here: Names of the parameters that this rank steps.
+        updated_here: Names of the parameters that this rank updates.
     """
 
     def __init__(
@@ -81,16 +81,16 @@ class OptimizerSharding:
         ranks: Mapping[str, int],
     ) -> None:
         self.ranks = ranks
-        self.stepped_here = frozenset(name for name in parameters if ranks[name] == mesh.rank)
+        self.updated_here = frozenset(name for name in parameters if ranks[name] == mesh.rank)
         self._mesh, self._parameters, self._holders = mesh, parameters, holders
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
         """Divides an optimizer's steps, now each a collective call of the holders; returns what undoes it."""
         members = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         named = {name: p for name, p in self._parameters.items() if id(p) in members}
-        foreign = [p for name, p in named.items() if name not in self.stepped_here]
-        stepped = {id(named[name]) for name in self.stepped_here & named.keys()}
-        for key in members.keys() - stepped:  # some have states from the start, such as Adagrad
+        foreign = [p for name, p in named.items() if name not in self.updated_here]
+        updated = {id(named[name]) for name in self.updated_here & named.keys()}
+        for key in members.keys() - updated:  # some have states from the start, such as Adagrad
             optimizer.state.pop(members[key], None)
         set_aside: list[Tensor | None] = []
 
@@ -198,7 +198,7 @@ def may_be_divided(optimizer: Optimizer) -> bool:
     """
     if switches_weights(optimizer):
         return False
-    return hasattr(optimizer, "sum_over_ranks") or steps_apart(optimizer) is True
+    return hasattr(optimizer, "sum_over_ranks") or updates_independently(optimizer) is True
 
 
 def switches_weights(optimizer: Any) -> bool:
@@ -206,8 +206,8 @@ def switches_weights(optimizer: Any) -> bool:
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
-def steps_apart(optimizer: Optimizer) -> bool | None:
-    """Returns whether an optimizer steps each parameter by its own gradient alone, and by a copy of it.
+def updates_independently(optimizer: Optimizer) -> bool | None:
+    """Returns whether an optimizer updates each parameter by its own gradient alone, and by a copy of it.
 
     A copy of the optimizer steps small parameters, one of each kind in each group with another next to it, once
     with the gradients of all and once without those of the others. Parameters, states, and what the optimizer knows
@@ -220,10 +220,10 @@ def steps_apart(optimizer: Optimizer) -> bool | None:
 
 
 def same_steps(optimizer: Optimizer, **way: Any) -> bool | None:
-    """Returns whether small copies that step another way, see `_stepped`, come to the same; None likewise."""
+    """Returns whether small copies that step another way, see `_after_trial`, come to the same; None likewise."""
     try:
-        usual, again = _stepped(optimizer, 0), _stepped(optimizer, 1)
-        other = _stepped(optimizer, 0, **way)
+        usual, again = _after_trial(optimizer, 0), _after_trial(optimizer, 1)
+        other = _after_trial(optimizer, 0, **way)
     except Exception:  # of whichever kind: it is somebody else's
         return None
     return None if not _equal(usual, again) else _equal(usual, other)
@@ -239,7 +239,7 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other) or callable(one)  # functions were copied, if they are bound
 
 
-def _stepped(
+def _after_trial(
     optimizer: Optimizer,
     seed: int,
     with_others: bool = True,
@@ -320,6 +320,6 @@ def _give_gradients(
 
 
 def _holds(value: Any) -> bool:
-    """Returns whether a value holds optimizers or parameters, which are looked at elsewhere."""
+    """Returns whether a value holds optimizers or parameters, which are compared elsewhere."""
     leaves = pytree.tree_leaves(value)
     return any(isinstance(leaf, (Optimizer, nn.Parameter)) for leaf in leaves)

@@ -63,7 +63,7 @@ class PartitionedStepCache:
         sequences: Known call sequences, if there are several.
         recomputed: See `View`.
         stream: See `View`; None if the plan streams no layer of this rank.
-        frozen_values: What frozen layers get in the latest batch; of microbatches whose calls were looked for.
+        frozen_values: What frozen layers get in the latest batch; of microbatches whose sequence was determined.
     """
 
     root: nn.Module
@@ -86,9 +86,8 @@ class PartitionedStepCache:
         bounds = [0, *self.positions, len(self.graph.path)]
         stage_of = [s for s, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
         self._planned = PlacedCalls(self.graph.path_names, tuple(stage_of), self.placement)
-        self._sequences: dict[
-            str, list[CallSequence]
-        ] = {}  # a shape may decide what is called, too
+        # By signature: a shape may decide what is called, too.
+        self._sequences: dict[str, list[CallSequence]] = {}
         self._first: tuple[str, CallSequence] | None = None
         self._graphs: dict[str, dict[CallSequence | tuple[str, ...], LayerGraph]] = {}
         self._views: dict[str, CallSequenceView] = {}
@@ -96,8 +95,8 @@ class PartitionedStepCache:
         self._cut_steps: dict[tuple[str, PlacedCalls], PartitionedStep] = {}
         self._memo: Memo | None = None
         self.frozen_values: list[Any] = []
-        # Who has all layers can run whatever is called, and looks only where runs may differ. Of a step that has
-        # not varied yet that would be a second run of its code for nothing.
+        # A rank with all layers can run whatever is called, and determines sequences only where runs may differ:
+        # for a step that has not varied yet that would be a second run of its code for nothing.
         trials, is_alone = self.trials, self.placement.num_ranks == 1
         self._only_runs = is_alone and len(trials.replays) == 1 and not trials.throws_coins
         self._dummies = DummyMemory()

@@ -265,7 +265,7 @@ class RelayChannel:
                 pickled, tensors = pickled_value(output, mesh.device, keeps_gradients=False)
             except Exception as error:  # of any kind, from code of the object's own
                 pickled = (
-                    f"a layer returns a {type(output).__name__}, which cannot be handed to the ranks that have not "
+                    f"a layer returns a {type(output).__name__}, which cannot be sent to the ranks that have not "
                     f"run it ({type(error).__name__}: {error}); return tensors, or an object that can be pickled"
                 )
         with mesh.naming(mesh.pipeline_ranks):  # which may be busy between two steps

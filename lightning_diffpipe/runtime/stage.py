@@ -244,9 +244,9 @@ class StageRunner:
         if message := cut.stages[stage + 1].message:
             self.stash.put("sent", stage + 1, work.index, self._of(run, message))
         for later in cut.stages[stage + 1 :]:
-            if stage in later.handed:
-                handed = self._of(run, later.handed[stage])
-                self.stash.gather("handed", later.index, work.index, handed)
+            if stage in later.local:
+                tensors = self._of(run, later.local[stage])
+                self.stash.gather("local", later.index, work.index, tensors)
         return run
 
     def report(self, stage: int, work: MicrobatchWork) -> None:
@@ -312,7 +312,7 @@ class StageRunner:
         if keys := cut.message_gradients:
             of_message = {key: upstream[key] for key in keys}
             self.stash.put("upstream", stage - 1, work.index, of_message)
-        for before, keys in cut.handed_gradients.items():
+        for before, keys in cut.local_gradients.items():
             returned = {key: upstream[key] for key in keys}
             if returned:
                 self.stash.gather("returned", before, work.index, returned, torch.add)
@@ -339,7 +339,7 @@ class StageRunner:
         """Returns what a stage gets from earlier ones, of its own rank and of others."""
         cut = work.partitioned.cut.stages[stage]
         message = self._taken("activation", stage, work, cut.message)
-        return {**message, **self._taken("handed", stage, work, cut.handed)}
+        return {**message, **self._taken("local", stage, work, cut.local)}
 
     def _gradients(self, stage: int, work: MicrobatchWork) -> dict[TensorKey, Tensor]:
         """Returns gradients of what a stage gave to later ones."""
@@ -347,8 +347,8 @@ class StageRunner:
         message = partitioned.messages["gradient"][stage]
         gradients = self._taken("gradient", stage, work, message.keys)
         later = partitioned.cut.stages[stage + 1 :]
-        handed = any(cut.handed_gradients.get(stage) for cut in later)
-        for key, returned in self._taken("returned", stage, work, handed).items():
+        returns = any(cut.local_gradients.get(stage) for cut in later)
+        for key, returned in self._taken("returned", stage, work, returns).items():
             gradients[key] = gradients[key] + returned if key in gradients else returned
         return gradients
 

@@ -19,7 +19,7 @@ and what a group of samples costs it; from time to time all ranks exchange both 
             rank 1 |=============|                   3        busy + groups x group_s: equal
 
 What looks better may not be: bubbles lie where they lie. So steps are timed as well, and shares that proved slower
-are left again, for good. All numbers are medians of the steps between two looks, the lower of two: a validation or
+are left again, for good. All numbers are medians of the steps between two checks, the lower of two: a validation or
 a checkpoint between two steps says nothing about bubbles. Where frozen work runs several batches early, ranks need
 to be together over several batches only, and may take two groups of one batch and three of the next:
 
@@ -178,8 +178,8 @@ class PreparedBatches:
         if not equal:
             raise ConfigurationError(
                 f"what training_step computes for frozen layers of batch {number} was changed after they had run "
-                "in bubbles of batches before: it depends on what a hook or the optimizer sets. Begin anew, or go "
-                "on from a checkpoint, with strategy.filling=none, so that they run when a batch is due"
+                "in bubbles of batches before: it depends on what a hook or the optimizer sets. Start again, or go "
+                "on from a checkpoint, with strategy.filling=none, so that they run in the step of their batch"
             )
 
     def prepare(self, upcoming: Upcoming, batch_index: int) -> None:
@@ -236,7 +236,7 @@ def begin_copy_to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 _WORTHWHILE = 0.5  # of a group's time must be won
 _SLOWER = 1.01  # than the best that was tried
-_AT_FIRST, _LATER = 4, 16  # steps between two looks
+_AT_FIRST, _LATER = 4, 16  # steps between two checks
 
 
 @dataclass(eq=False)

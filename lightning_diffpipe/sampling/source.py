@@ -267,7 +267,7 @@ class DiffusersFolder:
             turn_on()
 
     @property
-    def draws_videos(self) -> bool:
+    def samples_videos(self) -> bool:
         """Whether the pipeline is asked for a number of frames."""
         cls = self._index["_class"]
         return "num_frames" in inspect.signature(cls.__call__).parameters

@@ -145,11 +145,14 @@ def assemble(
         idle = {n: p for n, p in parameters.items() if n in not_trained and p.requires_grad}
         for parameter in idle.values():
             parameter.grad = None  # left by code that ran before training
-        watch = StepWatch(module, layout, idle)
+        watch, sharding = StepWatch(module, layout, idle), None
+        if plan.options.shard_optimizer is True and any(len(r) > 1 for r in holders.values()):
+            sizes = {n: parameters[n].numel() * parameters[n].element_size() for n in holders}
+            sharding = OptimizerSharding(mesh, trained, holders, stepping_ranks(sizes, holders))
         return Pipeline(
             module, plan, graph, mesh, engine, residents, owners, trained, untrained, watch, seed,
             interception, RelayView(module, interception, owners, RelayChannel(mesh)),
-            _sharding(plan, mesh, parameters, trained, holders),
+            sharding,
             OptimizerOffload(mesh.device) if plan.options.optimizer_offload == "all" else None,
             offloaded=streamed, later={name: parameters[name] for name in later},
         )  # fmt: skip
@@ -170,20 +173,6 @@ def _streamed(
             f"the plan streams {empty[0]}, which has no frozen weights of its own; plan again for this module"
         )
     return names, weights
-
-
-def _sharding(
-    plan: PipelinePlan,
-    mesh: Mesh,
-    named: Mapping[str, nn.Parameter],
-    trained: Mapping[str, nn.Parameter],
-    holders: Mapping[str, tuple[int, ...]],
-) -> OptimizerSharding | None:
-    """Returns what divides optimizer states, if the plan says so and several ranks hold the same parameters."""
-    if plan.options.shard_optimizer is not True or all(len(own) == 1 for own in holders.values()):
-        return None
-    sizes = {name: named[name].numel() * named[name].element_size() for name in holders}
-    return OptimizerSharding(mesh, trained, holders, stepping_ranks(sizes, holders))
 
 
 def _engine(
@@ -226,9 +215,8 @@ def _cut_as_planned(
     schedule = replace(plan.schedule, programs=programs)
     pieces = cut_for(graph, positions, schedule.placement)
     # Without flushes no two ranks may train the same.
-    between = probed.sequences.read | (
-        frozenset() if plan.runs_free else in_no_layer(module, graph)
-    )
+    outside = frozenset() if plan.runs_free else in_no_layer(module, graph)
+    between = probed.sequences.read | outside
     graph, pieces = held_for_all_batches(module, graph, pieces, between)
     refuse_unrunnable(schedule, pieces)
     refuse_shared_weights(plan, graph, pieces)

@@ -124,23 +124,23 @@ _OPTIMIZERS = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
 
 @contextlib.contextmanager
 def autocast_on_host() -> Iterator[None]:
-    """Has autocast of GPUs hold for tensors of the host, too, that is entered inside.
+    """Extends autocast of GPUs that is entered inside to tensors of the host.
 
     A step for a GPU is probed on the host, where it shall see the types that it will see.
     """
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-    beside = list[torch.autocast]()
+    of_host = list[torch.autocast]()
 
     def entered(autocast: Any) -> Any:
         if autocast.device == "cuda":
             settings = autocast.fast_dtype, autocast._enabled, autocast._cache_enabled
-            beside.append(torch.autocast("cpu", *settings))
-            enter(beside[-1])
+            of_host.append(torch.autocast("cpu", *settings))
+            enter(of_host[-1])
         return enter(autocast)
 
     def left(autocast: Any, *error: Any) -> Any:
         if autocast.device == "cuda":
-            leave(beside.pop(), *error)
+            leave(of_host.pop(), *error)
         return leave(autocast, *error)
 
     with patched(torch.autocast, __enter__=entered, __exit__=left):

@@ -74,13 +74,13 @@ class Division:
         module: The module that was cut.
         owners: Position in the pipeline of the first holder, for what is not held by all its ranks.
         mesh: This rank's place.
-        stepped_by: World rank that has the optimizer states of a parameter, where holders share them.
+        updated_by: World rank that has the optimizer states of a parameter, where holders share them.
     """
 
     module: nn.Module
     owners: Mapping[str, int]
     mesh: Mesh
-    stepped_by: Mapping[str, int]
+    updated_by: Mapping[str, int]
 
 
 class CheckpointHooks(ParallelStrategy):
@@ -227,7 +227,7 @@ class CheckpointHooks(ParallelStrategy):
 
     @watcher.inside("saving a checkpoint")
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the state of all stages; complete on rank 0, empty elsewhere. For shards, a rank's own.
+        """Returns the state of all stages; complete on rank 0, empty elsewhere; a shard has each rank's own.
 
         Raises:
             CheckpointError: Training has failed, and weights of other ranks with it.
@@ -349,7 +349,7 @@ class CheckpointHooks(ParallelStrategy):
         if self.division is None or isinstance(optimizer, _MockOptimizer):
             return state
         owners = {
-            index: self.division.stepped_by.get(name, self.division.owners.get(name, 0))
+            index: self.division.updated_by.get(name, self.division.owners.get(name, 0))
             for index, name in enumerate(_names(optimizer, self.division.module))
         }
         if self._saves_shards:
@@ -447,8 +447,8 @@ class CheckpointHooks(ParallelStrategy):
             if self.pipeline is not None:
                 names = enumerate(_names(optimizer, self.pipeline.module))
                 sharding = self.pipeline.sharding
-                stepped = sharding.stepped_here if sharding else self.pipeline.resident
-                mine = {index for index, name in names if name in stepped}
+                updated = sharding.updated_here if sharding else self.pipeline.resident
+                mine = {index for index, name in names if name in updated}
                 local = {index: value for index, value in state["state"].items() if index in mine}
                 state = {**state, "state": local}
             if _FOLDER in checkpoint:
@@ -484,7 +484,7 @@ def refuse_divided(module: nn.Module | None) -> None:
     if gone:
         raise CheckpointError(
             f"{len(gone)} parameters, e.g. {gone[0]}, were on other ranks when training failed, so there is "
-            "nothing whole to save or to train; build the module anew, and go on from the latest checkpoint"
+            "nothing whole to save or to train; build the module again, and go on from the latest checkpoint"
         )
 
 

@@ -122,7 +122,7 @@ class PipelineLoader:
     def batches_of_all(self) -> list[Any] | None:
         """Returns what a data set is asked for in batches that have every sample of a share; None of a stream.
 
-        On the rank that reads. No random numbers of training are used.
+        It is called on the rank that reads, and uses no random numbers of training.
         """
         if self._numbered is None:
             return None
@@ -234,7 +234,7 @@ class PipelineLoader:
 class Fetched:
     """A batch that a loop of Lightning's has fetched; it gets the batch when it asks for it on a device.
 
-    No dataclass: Lightning copies these where it converts tensors to another type.
+    It is no dataclass, as Lightning copies these where it converts tensors to another type.
 
     Attributes:
         feed: Feed that fetched it.
@@ -329,7 +329,10 @@ class Feed(CombinedLoader):
         if self._is_read and not self._is_over:
             with contextlib.suppress(StopIteration):
                 batch, *place = super().__next__()
-                indices = _indices_of(self.flattened, *place)
+                # Those of which Lightning takes note for whoever writes predictions.
+                sampler = getattr(self.flattened[place[1]], "batch_sampler", None)
+                if isinstance(sampler, _IndexBatchSamplerWrapper):
+                    indices = sampler.seen_batch_indices[place[0]]
         if not self._is_over:
             asked_s = time.perf_counter()
             place, indices = self.strategy.mesh.from_first((place, indices))
@@ -451,13 +454,6 @@ class Feed(CombinedLoader):
             )
         for loader, state in zip(stateful if self._is_read else (), states, strict=False):
             loader.restore(state)
-
-
-def _indices_of(loaders: list[Any], batch_idx: int, dataloader_idx: int) -> list[int] | None:
-    """Returns which samples make up a batch, where Lightning takes note of them for those who write predictions."""
-    sampler = getattr(loaders[dataloader_idx], "batch_sampler", None)
-    noted = isinstance(sampler, _IndexBatchSamplerWrapper)
-    return sampler.seen_batch_indices[batch_idx] if noted else None
 
 
 _END = object()

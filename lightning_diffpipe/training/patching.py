@@ -29,7 +29,7 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def made_on_demand(owner: Any, names: Collection[str], make: Callable[[], None]) -> Iterator[None]:
-    """Has attributes of these names of an object made inside when one of them is first read.
+    """Makes attributes of these names of an object when one of them is first read inside.
 
     `make` sets them. It is no part of a step that is being probed, even if that has asked; where it fails, whoever
     asks next gets the error as well.

@@ -314,7 +314,7 @@ class Pipeline:
         if hasattr(optimizer, "sum_over_ranks"):
             trained, position = self.trained_by(optimizer), mesh.local_rank
             first = {name for name in trained if self.owners.get(name, 0) == position}
-            names = sharding.stepped_here & trained.keys() if sharding else first
+            names = sharding.updated_here & trained.keys() if sharding else first
             optimizer.sum_over_ranks([trained[name] for name in names], summed)
 
     def dismantle(self, connected: bool = True) -> None:

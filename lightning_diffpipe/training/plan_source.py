@@ -206,7 +206,7 @@ def _timer(
         microbatch_size=ceil(size / count) if isinstance(count, int) else None,
         budget_s=_TIMING_S,
         progress=progress,
-        looks_at_results=process.world_size > 1 or options.encode_first,
+        finds_results=process.world_size > 1 or options.encode_first,
         splits_backward=options.schedule in SCHEDULES
         and SCHEDULES[options.schedule].splits_backward,
         least_samples=probed.least_samples,
@@ -399,13 +399,13 @@ def _given_profile(source: Any) -> ModelProfile | None:
 
 
 def _knowing_encoders(timer: LayerTimer, profile: ModelProfile, encode_first: bool) -> ModelProfile:
-    """Returns the profile, with the encoders looked at here if it does not tell how they can be split and stored.
+    """Returns the profile, with the encoders observed here if it does not tell how they can be split and stored.
 
     It does not where it was estimated, or layers were timed one by one. On one rank nobody asks how to split them.
     """
     of_layers = profile.frozen_layers if encode_first else ()
     unknown = [e.splittable for e in profile.encoders] + [x.follows_sample for x in of_layers]
-    if timer.looks_at_results and None in unknown:
+    if timer.finds_results and None in unknown:
         encodings = encodings_by_running(timer, stores=encode_first)
         encoders = [
             encodings[each.name].filled_in(each) if each.name in encodings else each

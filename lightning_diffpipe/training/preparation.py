@@ -3,9 +3,9 @@
     equal weights -> layers ------------> costs ------> plan ------> fold -> groups -> place -> engine
     comm/rendezvous  graph/probed_step    plan_source   plan_source  assembly
 
-Three stations, each of which hands on plain data once: which layers there are (`ProbedStep`), what they and the
+Three stations, each of which returns plain data once: which layers there are (`ProbedStep`), what they and the
 links cost (`Basis`), what each rank does (`PipelinePlan`). Every rank builds the whole module on the host, agrees
-on its weights, and looks at it in the same way; rank 0 alone plans. Then each rank keeps its own stages and the
+on its weights, and probes it in the same way; rank 0 alone plans. Then each rank keeps its own stages and the
 frozen layers, and gives the memory of everything else back.
 """
 
@@ -135,7 +135,7 @@ def _probed_and_planned(
         sequences = replace(probed.sequences, carried=agree(probed.sequences.carried, world))
         probed = replace(probed, sequences=sequences)
     if probed.sequences.moves_frozen and options.plan is None and process.world_size > 1:
-        _log.info("what frozen layers get follows the step: they run when a batch is due")
+        _log.info("what frozen layers get follows the step: they run in the step of their batch")
         options = replace(options, filling="none")
     warn_of_whole_compiled(module, probed.graph)
     with bar(shows, "timing layers and links, and planning", stays=False) as report:

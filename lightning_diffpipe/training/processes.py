@@ -108,7 +108,7 @@ class ProcessHooks(ParallelStrategy):
         self._launcher.check_run = self.check_run
 
     def check_run(self, trainer: Any, arguments: dict[str, Any]) -> None:
-        """Looks at what a trainer was asked for, before any process is started or met.
+        """Checks what a trainer was asked for, before any process is started or met.
 
         Args:
             trainer: About to run.
@@ -191,7 +191,7 @@ class ProcessHooks(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Returns an object of one rank on all ranks.
 
-        With a pipeline no device has a part in it: `Timer` and `ModelCheckpoint` ask after every batch.
+        It uses no device with a pipeline, as `Timer` and `ModelCheckpoint` ask after every batch.
         """
         if not _distributed_is_initialized():
             return obj

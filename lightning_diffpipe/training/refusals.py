@@ -53,8 +53,8 @@ from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.runtime.optimizer_offload import may_be_offloaded
 from lightning_diffpipe.runtime.optimizer_sharding import (
     may_be_divided,
-    steps_apart,
     switches_weights,
+    updates_independently,
     with_wrapped,
 )
 from lightning_diffpipe.training.patching import patched
@@ -200,7 +200,7 @@ def hooks_come_later() -> Iterator[None]:
         yield
     except (AttributeError, TypeError) as error:
         error.add_note(
-            "training_step is run before training, to look at its layers and to time them, and hooks such as "
+            "training_step is run before training, to find and time its layers, and hooks such as "
             "on_train_start come later. Set what it reads in __init__ or in setup, to what the step can be run "
             "with, tensors as buffers; a hook may change it then"
         )
@@ -208,13 +208,13 @@ def hooks_come_later() -> Iterator[None]:
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuses optimizers that step a parameter by the gradients of others, where there are several stages.
+    """Refuses optimizers that update a parameter by the gradients of others, where there are several stages.
 
     Each rank's would see those of its own stage, take another step size or direction than the others', and
     let the copies of shared weights differ, without any error. Those with `sum_over_ranks` add up what they need.
     """
     for optimizer in optimizers:
-        if hasattr(optimizer, "sum_over_ranks") or steps_apart(optimizer) is not False:
+        if hasattr(optimizer, "sum_over_ranks") or updates_independently(optimizer) is not False:
             continue
         name = type(optimizer).__name__
         groups = (group for each in with_wrapped([optimizer]) for group in each.param_groups)
@@ -233,7 +233,7 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
         )
 
 
-def refuse_steps_apart(optimizers: Iterable[Optimizer], schedule: str) -> None:
+def refuse_optimizers_without_flush(optimizers: Iterable[Optimizer], schedule: str) -> None:
     """Refuses optimizers that need all stages, or a pause between steps, with a schedule that does not flush."""
     for optimizer in with_wrapped(optimizers):
         switches = switches_weights(optimizer)
@@ -266,7 +266,7 @@ def refuse_kept_on_device(optimizers: Iterable[Optimizer], mesh: Mesh) -> None:
         raise ConfigurationError(
             f"{name} computes steps from the gradients of several parameters, counts its steps, changes weights "
             "between steps, or cannot be tried on small copies, so its states cannot lie in host memory "
-            "(optimizer_offload=all, or a plan that says so), where parameters are stepped bucket by bucket. Take "
+            "(optimizer_offload=all, or a plan that says so), where parameters are updated bucket by bucket. Take "
             "optimizer_offload=none, or an optimizer such as AdamW, Adafactor or Lion"
         )
 
@@ -357,7 +357,7 @@ def warn_of_outputs(out: Any) -> bool:
     further = [str(name) for name in names if name not in ("loss", "weight")]
     if further:
         rank_zero_warn(
-            f"training_step returns {', '.join(map(repr, further))} beside the loss, but only the loss leaves a "
+            f"training_step returns {', '.join(map(repr, further))} besides the loss, but only the loss leaves a "
             "step: the rest is of a microbatch, and on one stage. Callbacks get {'loss': ...} as outputs; log what "
             "they need"
         )
@@ -376,11 +376,8 @@ def refuse_one_chain(chains: Chains, options: PipelineOptions) -> None:
 
 def refuse_ahead(plan: PipelinePlan, probed: ProbedStep) -> None:
     """Refuses a plan by which frozen layers run ahead, if they would get what was right for an earlier step."""
-    if (
-        probed.sequences.moves_frozen
-        and plan.ranks_per_pipeline > 1
-        and plan.options.filling != "none"
-    ):
+    runs_ahead = plan.ranks_per_pipeline > 1 and plan.options.filling != "none"
+    if probed.sequences.moves_frozen and runs_ahead:
         raise PlanError(
             f"the plan has filling={plan.options.filling}, by which frozen layers run for later batches, but what "
             "they get follows the step (global_step, current_epoch or a counter); plan again with "

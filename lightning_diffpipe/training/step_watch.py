@@ -1,6 +1,6 @@
 """Noticing that a step is no longer the one that was probed, where nothing else would.
 
-What a stage runs and sends was decided by one look at the step before training. A branch on the epoch, or
+What a stage runs and sends was decided by one probe of the step before training. A branch on the epoch, or
 a call of `.train()`, may change later what the step reads. Three things show it:
 
     modes        a module is in training mode that was not, or the other way round
@@ -59,7 +59,7 @@ class StepWatch:
         module: The module, its training flags as they were probed.
         layout: Lays batches out, and knows the cut steps.
         idle: Parameters of this rank that could be trained, but get no gradient, by name.
-        num_diverged: Optimizer steps in a row, up to the latest that was looked at, with a gradient of this rank
+        num_diverged: Optimizer steps in a row, up to the latest that was checked, with a gradient of this rank
             that is not finite, or a loss where there is one pipeline: of several each has a loss of its own, and
             gradients are summed over all, so that they agree.
         last_finite: The latest batch with a finite loss, and that loss; equal on all ranks of a pipeline.
@@ -80,7 +80,7 @@ class StepWatch:
         self._latest: tuple[Any, ...] = ()
 
     def before_step(self, batch: Any, arguments: tuple[Any, ...]) -> None:
-        """Looks at training flags; takes microseconds as long as they are as they were.
+        """Checks training flags; takes microseconds as long as they are as they were.
 
         Raises:
             ConfigurationError: They are not, and the step samples other random numbers or writes other
@@ -125,7 +125,7 @@ class StepWatch:
     def after_step(
         self, loss: Tensor, number: int, gradients: Sequence[Tensor | None] | None = ()
     ) -> None:
-        """Looks at gradients, and at the loss; on a GPU, at those of the step before.
+        """Checks the gradients and the loss; on a GPU those of the step before.
 
         Args:
             loss: Loss of the step.
@@ -171,7 +171,7 @@ class StepWatch:
             )
 
     def finish(self) -> None:
-        """Looks at the latest step, too, whose values a GPU may not have given yet; waits for them."""
+        """Checks the latest step, too, whose values a GPU may not have given yet; waits for them."""
         values, self._under_way = self._under_way, None
         if values is not None:
             self._examine(values)
@@ -233,13 +233,13 @@ def _values(loss: Tensor, number: int, gradients: Sequence[Tensor | None] | None
 def _are_finite(tensors: list[Tensor]) -> Tensor:
     """Returns whether all values are finite, by the operator of `torch.amp.GradScaler`, which multiplies them by 1.
 
-    Of 500 small tensors it takes a CPU a twentieth of the time that their norms take, of large ones as long.
+    A CPU needs a twentieth of the time of norms for 500 small tensors, and as long for large ones.
     """
     device = tensors[0].device
     not_finite, one = torch.zeros((), device=device), torch.ones((), device=device)
-    look = torch._amp_foreach_non_finite_check_and_unscale_
+    check = torch._amp_foreach_non_finite_check_and_unscale_
     try:
-        look(tensors, not_finite, one)
+        check(tensors, not_finite, one)
     except RuntimeError:
         # It knows no sparse, complex or negated ones, and writes, so that none may be spread over its memory.
         dense = [t._values() if t.is_sparse else t for t in tensors]
@@ -248,5 +248,5 @@ def _are_finite(tensors: list[Tensor]) -> Tensor:
             torch.view_as_real(t.resolve_conj()) if t.is_complex() else t.resolve_neg()
             for t in plain
         ]
-        look(real, not_finite, one)
+        check(real, not_finite, one)
     return not_finite == 0

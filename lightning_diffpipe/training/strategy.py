@@ -85,7 +85,7 @@ from lightning_diffpipe.training.refusals import (
     refuse_kept_on_device,
     refuse_on_several_ranks,
     refuse_optimizers,
-    refuse_steps_apart,
+    refuse_optimizers_without_flush,
     refuse_undivided,
     refuse_unsupported,
     refuse_without_flush,
@@ -340,7 +340,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             with raised_by_all():
                 refuse_optimizers(self.optimizers)
                 if self.plan.runs_free:
-                    refuse_steps_apart(self.optimizers, self.plan.options.schedule)
+                    refuse_optimizers_without_flush(self.optimizers, self.plan.options.schedule)
         sharding = self.pipeline and self.pipeline.sharding
         if self.plan is not None and (len(self.plan.stages) > 1 or sharding):
             for optimizer in self.optimizers:
@@ -515,7 +515,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             self._refuse_change_alone(number)
             rank_zero_warn(
                 "weights or numbers of frozen layers, or buffers that feed them, were changed during training, so "
-                "what they gave for coming batches was thrown away, and they run when a batch is due from now on"
+                "what they gave for coming batches was thrown away, and they run in the step of their batch from "
+                "now on"
             )
         else:
             watcher.note_batch()
@@ -538,8 +539,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             alarm=pipeline.watch.has_diverged(self.max_diverged_steps),
         )
         self._take_gradients()
-        is_looked_at = self.max_diverged_steps is not None and not self._accumulating
-        self._look_at(result, number, self._gradients if is_looked_at else None)
+        checks_gradients = self.max_diverged_steps is not None and not self._accumulating
+        self._check(result, number, self._gradients if checks_gradients else None)
         if pipeline.fills:  # what layers wrote themselves does not count
             pipeline.read_ahead.note(before_update=not self._accumulating)
         return result.loss.to(pipeline.loss_dtype).requires_grad_()
@@ -582,10 +583,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         return loss.to(pipeline.loss_dtype).requires_grad_()
 
     def _log_finished(self) -> list[StepResult]:
-        """Logs the results of batches that have come back, and looks whether training diverges."""
+        """Logs the results of batches that have come back, and checks whether training diverges."""
         results, self._finished = self._finished, []
         for result in results:
-            self._look_at(result, result.batch_index)
+            self._check(result, result.batch_index)
             self._trainer.lightning_module.log("batch", float(result.batch_index), on_epoch=False)
         return results
 
@@ -610,7 +611,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def drain(self) -> None:
         """Takes back all that is under way without a flush, so that weights are those after the last batch.
 
-        Before anybody looks at weights; a collective call of all ranks, which does nothing if nothing is under way.
+        It precedes every use of the weights. A collective call of all ranks; does nothing if nothing is under way.
         """
         engine = self.pipeline.engine if self.pipeline else None
         if not isinstance(engine, FreeRunningEngine) or engine.is_empty:
@@ -621,10 +622,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             self._finished += engine.drain()
             self._take_gradients()
 
-    def _look_at(
+    def _check(
         self, result: StepResult, number: int, gradients: Sequence[Tensor | None] | None = ()
     ) -> None:
-        """Looks whether training diverges (`StepWatch.after_step`), and logs what the last stage has logged."""
+        """Checks whether training diverges (`StepWatch.after_step`), and logs what the last stage has logged."""
         watch, step = self._running.watch, self._trainer.global_step
         watch.refuse_divergence(self.max_diverged_steps, step, result)
         watch.after_step(result.loss, number, gradients)
@@ -752,7 +753,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     on_predict_start = partialmethod(_enter, "predicting")  # type: ignore[assignment]
 
     def on_train_end(self) -> None:
-        """Looks at the last step, after which none comes that would, and for a signal that came in it."""
+        """Checks the last step, after which none comes that would, and handles a signal that came in it."""
         watcher.enter("ending")
         self.drain()
         if self.pipeline is not None:

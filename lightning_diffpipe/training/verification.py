@@ -362,7 +362,7 @@ def _close(value: float, other: float, tolerance: float) -> bool:
 class _StandIns:
     """Random numbers in place of what layers give.
 
-    In (0, 1), as some losses take logarithms or probabilities, and not alike for all samples, so that it shows what
+    They are in (0, 1), as some losses take logarithms or probabilities, and differ between samples, to show what
     each of them counts. Numbers of classes and flags are zero.
 
     Args:

@@ -76,9 +76,9 @@ class Explanation:
             "links; more can only be won with less work."
         ]
         if planned.expected_s is not None:
-            sequences = ((percent(share), first) for share, first in self.plan.sequences)
+            shares = ((percent(share), first) for share, first in self.plan.sequences)
             seen = ", ".join(
-                f"{s} from stage {n} on" if n else f"{s} all stages" for s, n in sequences
+                f"{s} from stage {n} on" if n else f"{s} all stages" for s, n in shares
             )
             lines.append(
                 f"That is its longest call sequence. Over all that were seen (of microbatches, {seen}) a "

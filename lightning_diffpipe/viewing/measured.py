@@ -399,7 +399,7 @@ def _unfilled_s(plan: PipelinePlan, costs: PipelineCosts) -> float:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step, looked at closely.
+    """Measurements of one step.
 
     Attributes:
         timeline: Measured timeline of the first pipeline.

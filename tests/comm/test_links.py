@@ -99,14 +99,14 @@ def test_silence_times_out():
 
 
 def test_a_limited_link_takes_its_time():
-    begun = time.monotonic()  # of both: the receiver's thread may start after the send
+    started = time.monotonic()  # of both: the receiver's thread may start after the send
 
     def rank(links):
         if links.rank == 0:
             links.send(torch.zeros(1000, dtype=torch.uint8), 1, "hidden")
             return 0.0
         links.receive(TensorShape((1000,), torch.uint8), 0, "hidden").wait()
-        return time.monotonic() - begun
+        return time.monotonic() - started
 
     network = LoopbackNetwork(2, link=Link(bandwidth_bytes_per_s=10_000.0, latency_s=0.05))
     assert 0.14 < network.run(rank)[1] < 5.0
@@ -116,14 +116,14 @@ def test_a_limited_link_takes_its_time():
 def test_a_rank_has_one_adapter_for_all_its_messages():
     """Two messages to two peers, at once: the second leaves after the first; those of the peers do not wait."""
 
-    begun = time.monotonic()  # of all: a receiver's thread may start after the first send
+    started = time.monotonic()  # of all: a receiver's thread may start after the first send
 
     def rank(links):
         for peer in (1, 2) if links.rank == 0 else ():
             links.send(torch.zeros(500, dtype=torch.uint8), peer, "hidden")
         if links.rank:
             links.receive(TensorShape((500,), torch.uint8), 0, "hidden").wait()
-        return time.monotonic() - begun
+        return time.monotonic() - started
 
     network = LoopbackNetwork(3, link=Link(bandwidth_bytes_per_s=1_000.0))
     _, first, second = network.run(rank)
@@ -145,24 +145,24 @@ class Wires:
     """Stands for `torch.distributed` on the first of three ranks; notes what begins where."""
 
     def __init__(self):
-        self.begun = []
+        self.started = []
 
     def get_rank(self):
         return 0
 
     def isend(self, tensor, dst, group, tag=0):
-        self.begun.append(("isend", dst, group))
+        self.started.append(("isend", dst, group))
         return SimpleNamespace(wait=lambda: True, is_completed=lambda: True)
 
     def irecv(self, tensor, src, group, tag=0):
-        self.begun.append(("irecv", src, group))
+        self.started.append(("irecv", src, group))
         return SimpleNamespace(wait=lambda: True, is_completed=lambda: True)
 
     def P2POp(self, operation, tensor, peer, group):
         return operation.__name__, peer, group
 
     def batch_isend_irecv(self, operations):
-        self.begun.append(operations)
+        self.started.append(operations)
         return [SimpleNamespace(wait=lambda: True, is_completed=lambda: True)]
 
 
@@ -173,16 +173,16 @@ def nccl(monkeypatch):
     monkeypatch.setattr(links_module, "dist", wires)
     edges = {(a, b): f"{a}>{b}" for a, b in itertools.permutations(range(3), 2)}
     cpu = torch.device("cpu")
-    return ProcessLinks(range(3), cpu, "nccl", 1.0, edges, "control", "all"), wires.begun
+    return ProcessLinks(range(3), cpu, "nccl", 1.0, edges, "control", "all"), wires.started
 
 
 def test_over_nccl_what_all_do_at_once_is_one_operation_in_one_communicator(nccl):
     """History: one communicator for each edge, of which a GPU has to run many at a time and has no queues for."""
-    links, begun = nccl
+    links, started = nccl
     shape = TensorShape((2,), torch.float32)
     parts = start_all_gather(links, torch.zeros(2), [shape] * 3, "key_value")
     whole = [("isend", 1, "all"), ("isend", 2, "all"), ("irecv", 1, "all"), ("irecv", 2, "all")]
-    assert begun == [whole]
+    assert started == [whole]
     assert [len(part) for part in parts()] == [2, 2, 2]
     assert links.traffic.messages_sent == {"key_value": 2}
     assert links.traffic.bytes_sent == {"key_value": 16}
@@ -190,16 +190,16 @@ def test_over_nccl_what_all_do_at_once_is_one_operation_in_one_communicator(nccl
 
 
 def test_over_nccl_receives_begin_when_they_are_waited_for_in_the_order_of_their_edge(nccl):
-    links, begun = nccl
+    links, started = nccl
     shape = TensorShape((2,), torch.float32)
     first, second, other = (links.receive(shape, source, "hidden") for source in (1, 1, 2))
-    assert begun == []
+    assert started == []
     second.wait()
-    assert begun == [("irecv", 1, "1>0")] * 2
+    assert started == [("irecv", 1, "1>0")] * 2
     first.wait()
     other.begin()
     other.wait()
-    assert begun == [*[("irecv", 1, "1>0")] * 2, ("irecv", 2, "2>0")]
+    assert started == [*[("irecv", 1, "1>0")] * 2, ("irecv", 2, "2>0")]
 
 
 @pytest.mark.parametrize(("backend", "limit_s"), [("gloo", 120.0), ("nccl", 150.0)])

@@ -238,7 +238,7 @@ def test_over_nccl_a_posted_receive_has_memory_and_begins_where_it_is_due(monkey
     )  # fmt: skip
     keys = [MessageKey("activation", 1, microbatch) for microbatch in range(2)]
     ranks_own = Transport(mesh)
-    ranks_own.follow(2, due={Backward(1, 0): keys[:1]})
+    ranks_own.follow(2, receives_before={Backward(1, 0): keys[:1]})
     for key in keys:
         ranks_own.receive(key, SimpleNamespace(is_cuda=True, device="cuda"), 0)
     assert notes == ["compute stamps"] * 2

@@ -79,8 +79,8 @@ def test_a_step_may_ask_for_optimizers_and_the_number_of_steps():
     runs, passes = [], []
     for world_size in (0, 1):
         Batches.passes, alone = 0, {"num_microbatches": 1}
-        apart = {"use_distributed_sampler": False}
-        runs.append(train(0, world_size, alone, apart, batch_sampler=Batches()))
+        separate = {"use_distributed_sampler": False}
+        runs.append(train(0, world_size, alone, separate, batch_sampler=Batches()))
         passes.append(Batches.passes)
     (answers, made, rates, losses), expected = runs[1], runs[0]
     assert answers == expected[0] == {12}

@@ -272,13 +272,13 @@ def fit_under_slurm(rank, world_size):
         SLURM_NTASKS=str(world_size), SLURM_NTASKS_PER_NODE=str(world_size), SLURM_NODEID="0",
         SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_JOB_ID="7", SLURM_JOB_NAME="train",
     )  # fmt: skip
-    noted = HandlesRequeue()
+    callback = HandlesRequeue()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         fit_module(
-            world_size=world_size, callbacks=[noted], max_steps=1, plugins=[SLURMEnvironment()]
+            world_size=world_size, callbacks=[callback], max_steps=1, plugins=[SLURMEnvironment()]
         )
-    return noted.handles, sum("auto-requeue is off" in str(w.message) for w in warned)
+    return callback.handles, sum("auto-requeue is off" in str(w.message) for w in warned)
 
 
 def test_no_rank_saves_where_a_signal_of_slurm_finds_it():
@@ -602,7 +602,7 @@ def fit_again(rank, world_size):
         fit_one(module)
     FailsOnce.fails = False
     if world_size > 1:  # it holds the part of one rank
-        with pytest.raises(CheckpointError, match="to train; build the module anew, and go on"):
+        with pytest.raises(CheckpointError, match="to train; build the module again, and go on"):
             fit_one(module)
         module = make(FailsOnce)
     return fit_one(module)

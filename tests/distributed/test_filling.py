@@ -128,13 +128,13 @@ class Watch(L.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.encodes, encode = False, FrozenWork.encode
 
-        def noted(
+        def recorded(
             frozen, index
         ):  # an instruction of the program: not in a bubble, nor left over from one
             self.encodes = True
             encode(frozen, index)
 
-        self.patch = mock.patch.object(FrozenWork, "encode", noted)
+        self.patch = mock.patch.object(FrozenWork, "encode", recorded)
         self.patch.start()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):

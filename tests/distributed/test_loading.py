@@ -251,7 +251,7 @@ def evaluate(rank, devices, options, names):
     for name in names:
         for call in ("validate", "test", "predict"):
             if call == "predict" and name == "a batch sampler of one's own":
-                continue  # as Lightning, which makes it anew
+                continue  # as Lightning, which makes it again
             module, writer = Evaluated(), Writer()
             strategy = quick_strategy(**options) if devices else "auto"
             trainer = quiet_trainer(

@@ -42,7 +42,7 @@ class Timed(TinyDiffusion):
 class Noting(Timed):
     """Notes the sums that each call of the step logs, and after how many optimizer steps."""
 
-    noted = ()
+    recorded = ()
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -50,7 +50,7 @@ class Noting(Timed):
 
     def log(self, name, value, **options):
         if name.startswith(LOSS_BY_TIME):
-            Noting.noted = [*self.noted, (self.trainer.global_step, name, float(value))]
+            Noting.recorded = [*self.recorded, (self.trainer.global_step, name, float(value))]
 
 
 def settings(**strategy):
@@ -79,13 +79,13 @@ def test_losses_by_time_are_those_of_one_process(world_size, num_stages, num_rep
     strategy = {"num_stages": num_stages, "num_replicas": num_replicas, "num_microbatches": 3}
     outcomes = run_ranks(train, world_size, world_size, strategy)
     alone = settings()
-    alone.module_class, Noting.noted = Noting, ()
+    alone.module_class, Noting.recorded = Noting, ()
     expected = reference(alone, 3, pipelines)
-    totals, noted = Counter(), Counter()
-    for step, name, value in Noting.noted:
+    totals, recorded = Counter(), Counter()
+    for step, name, value in Noting.recorded:
         totals[name] += value if step >= 2 else 0
-        noted[name] += 1
-    assert set(noted.values()) == {8 * 3 * pipelines}
+        recorded[name] += 1
+    assert set(recorded.values()) == {8 * 3 * pipelines}
     counts = [totals[f"{LOSS_BY_TIME}count_{k}"] for k in range(len(NAMES))]
     assert sum(counts) == 4 * 6 * pipelines
     assert min(counts) > 0

@@ -15,7 +15,7 @@ from lightning_diffpipe.modules import Muon, Optimization, Prodigy
 from lightning_diffpipe.runtime.optimizer_sharding import (
     OptimizerSharding,
     stepping_ranks,
-    steps_apart,
+    updates_independently,
 )
 from tests.distributed.scenarios import (
     Settings,
@@ -200,14 +200,14 @@ def fit_without_flush(rank, shards):
 @pytest.mark.table
 def test_pipelines_that_never_flush_share_states_to_the_last_bit():
     """Stages step by themselves there."""
-    shared, apart = (run_ranks(fit_without_flush, 4, shards) for shards in (True, False))
-    assert sum(len(names) for _, names in apart) == 2 * sum(len(names) for _, names in shared)
-    for (got, _), (wanted, _) in zip(shared, apart, strict=True):
+    shared, separate = (run_ranks(fit_without_flush, 4, shards) for shards in (True, False))
+    assert sum(len(names) for _, names in separate) == 2 * sum(len(names) for _, names in shared)
+    for (got, _), (wanted, _) in zip(shared, separate, strict=True):
         for name, value in wanted.items():
             assert torch.equal(got[name], value), name
 
 
-def test_what_is_stepped_by_whom_depends_on_sizes_alone():
+def test_which_rank_updates_what_depends_on_sizes_alone():
     holders = {"a": (0, 1, 2), "b": (0, 1, 2), "c": (0, 1, 2), "d": (2,), "e": (0, 1)}
     sizes = {"a": 9, "b": 5, "c": 4, "d": 3, "e": 1}
     ranks = stepping_ranks(sizes, holders)
@@ -220,7 +220,7 @@ def test_what_is_stepped_by_whom_depends_on_sizes_alone():
 
 
 @pytest.mark.parametrize(
-    ("make", "apart"),
+    ("make", "independent"),
     [
         (ADAMW, True),
         (adamw_ahead, True),
@@ -234,7 +234,7 @@ def test_what_is_stepped_by_whom_depends_on_sizes_alone():
         (lambda groups: torch.optim.LBFGS([p for g in groups for p in g["params"]]), False),
     ],
 )
-def test_small_copies_tell_whether_an_optimizer_treats_parameters_by_themselves(make, apart):
+def test_small_copies_tell_whether_an_optimizer_treats_parameters_by_themselves(make, independent):
     """The optimizer, its schedule and its parameters stay as they are."""
     parameters = [nn.Parameter(torch.randn(shape)) for shape in ((20, 30), (20,), (3, 30), (5,))]
     groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "weight_decay": 0.0}]
@@ -244,7 +244,7 @@ def test_small_copies_tell_whether_an_optimizer_treats_parameters_by_themselves(
     seen = []
     optimizer.register_step_post_hook(lambda *_: seen.append(1))
     state = {id(p): len(value) for p, value in optimizer.state.items()}
-    assert steps_apart(optimizer) is apart
+    assert updates_independently(optimizer) is independent
     assert not seen
     assert {id(p): len(value) for p, value in optimizer.state.items()} == state
     for parameter, value in zip(parameters, before, strict=True):
@@ -342,9 +342,9 @@ class Planned(L.Callback):
 
 
 def test_states_are_shared_by_themselves_where_memory_is_short_and_the_optimizer_is_known():
-    (_, apart), _ = run_ranks(peaks_of, 2, ReadyMade, False, None)
+    (_, separate), _ = run_ranks(peaks_of, 2, ReadyMade, False, None)
     (_, shared), _ = run_ranks(peaks_of, 2, ReadyMade, True, None)
-    limit = (apart + shared) // 2
+    limit = (separate + shared) // 2
     assert run_ranks(peaks_of, 2, ReadyMade, "auto", limit)[1] == (True, shared)
     with pytest.raises(RankError, match="shard_optimizer=True would fit"):
         run_ranks(peaks_of, 2, Optimized, "auto", limit)

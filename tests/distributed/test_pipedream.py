@@ -122,7 +122,7 @@ def test_weights_follow_the_formula(world_size, schedule):
     delay = -(-(world_size - 1) // (world_size - 1 if schedule == "pipedream_2bw" else 1))
     for _, watch, metrics in outcomes:
         for epoch in (0, 5):
-            logged, numbers = (noted[epoch : epoch + 5] for noted in (watch.losses, watch.batches))
+            logged, numbers = (each[epoch : epoch + 5] for each in (watch.losses, watch.batches))
             assert all(map(math.isnan, logged[:delay])), "no loss is known while the pipeline fills"
             known = [*range(epoch, epoch + 4 - delay), epoch + 4]
             assert numbers[delay:] == known
@@ -132,7 +132,7 @@ def test_weights_follow_the_formula(world_size, schedule):
 
 
 def test_verifying_the_step_changes_nothing():
-    """History: a step that is run for comparison asked for a schedule that this engine had not noted."""
+    """History: a step that is run for comparison asked for a schedule that this engine had not recorded."""
     check(2, "pipedream", strategy={"verify": True})
 
 

@@ -211,7 +211,7 @@ class Runner:
 
 
 def run_plans(rank: int) -> int:
-    """History: the patch named a module that no longer probed, so that every plan probed anew."""
+    """History: the patch named a module that no longer probed, so that every plan probed again."""
     runner = Runner(rank)
     sizes = set()
     with mock.patch.object(partitioned, "reprobe", runner.reprobe):

@@ -231,4 +231,4 @@ def test_gradients_of_several_microbatches_add_up(step):
     for weight, total in zip(weights, expected, strict=True):
         assert torch.equal(weight.grad, total)
     for message, value in zip(messages, sent, strict=True):
-        assert torch.equal(message, value), "what was handed out has changed"
+        assert torch.equal(message, value), "what was returned has changed"

@@ -96,7 +96,7 @@ def test_a_rank_keeps_what_its_later_stages_read():
     assert (0, 0) in cut(graph, [1, 2, 3]).stages[2].message
     stages = cut(graph, [1, 2, 3], down_and_up).stages
     assert stages[2].message == ()
-    assert stages[2].handed == {1: ((1, 0),)}
+    assert stages[2].local == {1: ((1, 0),)}
     assert stages[3].message == ((2, 0),)
-    assert stages[3].handed == {0: ((0, 0),)}
-    assert stages[3].handed_gradients == {0: ((0, 0),)}
+    assert stages[3].local == {0: ((0, 0),)}
+    assert stages[3].local_gradients == {0: ((0, 0),)}

@@ -1,4 +1,4 @@
-"""Of equal blocks two are looked at: graphs are those of a look at all of them."""
+"""Of equal blocks two are traced: graphs are those of a trace of all of them."""
 
 import dataclasses
 import functools

@@ -32,7 +32,7 @@ def test_profiling_adds_times_to_sizes_and_changes_none():
     module, step, batch, graph = toy()
     sizes = layer_sizes(module, graph)
     timer = LayerTimer(
-        module, step, batch, graph, sample_counts=(2,), repeats=3, looks_at_results=False
+        module, step, batch, graph, sample_counts=(2,), repeats=3, finds_results=False
     )
     profile = measure_profile(timer)
     assert without_times(profile) == sizes

@@ -111,8 +111,8 @@ def test_backbones_come_apart_as_they_were_joined():
     assert of_step(both, (0,)) == whole
     seen = SequenceShares(((0.5, 0), (0.5, 4)))
     assert of_step(both, (0,), seen).backbones[0] == replace(whole.backbones[0], seen=seen)
-    apart = joined(both, opposite=True).backbones[0]
-    assert [x.boundary_bytes_per_sample for x in apart.layers] == [4, 4, 4, 0, 6, 6, 6, 6, 6, 0]
+    separate = joined(both, opposite=True).backbones[0]
+    assert [x.boundary_bytes_per_sample for x in separate.layers] == [4, 4, 4, 0, 6, 6, 6, 6, 6, 0]
     plan = find_plan(both, cluster, PlanOptions(4, schedule="bidirectional", num_microbatches=2))
     at_cuts = [plan.costs.activation_s[stage][0] for stage in range(4)]
     assert at_cuts[0] == at_cuts[2] == 0.0, "nothing crosses from one backbone to the other"

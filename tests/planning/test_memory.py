@@ -83,11 +83,11 @@ def test_ranks_that_hold_a_stage_divide_optimizer_states_and_no_averages():
         16, 2, 2, 2, 2, averages_bytes_factor=1, partition="uniform", shard_optimizer=True
     )
     shared = find_plan(profile, cluster, options)
-    apart = find_plan(profile, cluster, replace(options, shard_optimizer=False))
+    separate = find_plan(profile, cluster, replace(options, shard_optimizer=False))
     assert set(shared.planned.peak_memory_bytes) == {200 + 200 + 200 + 400 / 4}
-    assert set(apart.planned.peak_memory_bytes) == {200 + 200 + 200 + 400}
-    assert shared.costs.all_reduce_s == tuple(1.5 * each for each in apart.costs.all_reduce_s)
-    assert shared.planned.iteration_s > apart.planned.iteration_s
+    assert set(separate.planned.peak_memory_bytes) == {200 + 200 + 200 + 400}
+    assert shared.costs.all_reduce_s == tuple(1.5 * each for each in separate.costs.all_reduce_s)
+    assert shared.planned.iteration_s > separate.planned.iteration_s
     left_open = replace(options, shard_optimizer="auto")
     for memory, shares in ((None, False), (1000, False), (999, True), (700, True)):
         plan = find_plan(profile, replace(cluster, memory_bytes=memory), left_open)

@@ -37,25 +37,25 @@ def message(i):
 def stuck_at(lowered, due):
     """What ranks stand at for ever if hosts wait for their devices before every instruction.
 
-    A message is over when it is sent and its receive has begun; till then both devices are occupied.
+    A message is over when it is sent and its receive has started; till then both devices are occupied.
     """
-    sent, begun = set(), set()
+    sent, started = set(), set()
     positions = [0] * lowered.num_ranks
     occupied = [set() for _ in positions]
 
     def advance(rank):
         instruction = lowered.programs[rank][positions[rank]]
         for receive in due[rank].get(instruction, ()):
-            if message(receive) not in begun:
-                begun.add(message(receive))
+            if message(receive) not in started:
+                started.add(message(receive))
                 occupied[rank].add(message(receive))
-        if any(m not in sent or m not in begun for m in occupied[rank]):
+        if any(m not in sent or m not in started for m in occupied[rank]):
             return False
         occupied[rank].clear()
         if isinstance(instruction, Send):
             sent.add(message(instruction))
             occupied[rank].add(message(instruction))
-        assert not isinstance(instruction, Wait) or message(instruction) in begun
+        assert not isinstance(instruction, Wait) or message(instruction) in started
         positions[rank] += 1
         return True
 
@@ -78,7 +78,7 @@ def test_receives_begin_once_in_the_order_of_the_sends_and_any_rank_may_wait_any
     for schedule in schedules(name):
         lowered, due = lower_for_devices(schedule)
         assert stuck_at(lowered, due) == []
-        assert_begun_in_order(lowered, due)
+        assert_started_in_order(lowered, due)
 
 
 def test_receives_that_begin_when_they_are_posted_hang():
@@ -90,17 +90,17 @@ def test_receives_that_begin_when_they_are_posted_hang():
     assert stuck_at(lowered, at_once) == ["0F0", "1a0?0"]
 
 
-def assert_begun_in_order(lowered, due_of_ranks):
-    sent, begun = defaultdict(list), defaultdict(list)
+def assert_started_in_order(lowered, due_of_ranks):
+    sent, started = defaultdict(list), defaultdict(list)
     for rank, (program, due) in enumerate(zip(lowered.programs, due_of_ranks, strict=True)):
         place = {instruction: k for k, instruction in enumerate(program)}
         for instruction in program:
             for receive in due.get(instruction, ()):
                 assert place[receive] < place[instruction]  # its buffer is there
-                begun[receive.from_rank, rank].append(message(receive))
+                started[receive.from_rank, rank].append(message(receive))
             if isinstance(instruction, Send):
                 sent[rank, instruction.to_rank].append(message(instruction))
-    assert sent == begun
+    assert sent == started
 
 
 def cut_down(name, most):
@@ -135,7 +135,7 @@ def test_smaller_batches_and_those_of_several_sequences_receive_in_order_and_wai
     number = 0
     for schedule in cut_down(name, most):
         lowered, due = lower_for_devices(schedule)
-        assert_begun_in_order(lowered, due)
+        assert_started_in_order(lowered, due)
         assert stuck_at(lowered, due) == []
         number += 1
     assert number > 30

@@ -43,9 +43,7 @@ def test_a_profile_gives_alike_layers_one_time():
     """Profiles of three runs differed by half from block to block, and stages were cut accordingly."""
     module, step, batch, graph = chain(*(nn.Linear(16, 16) for _ in range(6)))
     profile = measure_profile(
-        LayerTimer(
-            module, step, batch, graph, sample_counts=(4,), repeats=3, looks_at_results=False
-        )
+        LayerTimer(module, step, batch, graph, sample_counts=(4,), repeats=3, finds_results=False)
     )
     middle = profile.backbones[0].layers[1:-1]
     assert len({layer.backward_s for layer in middle}) == 1

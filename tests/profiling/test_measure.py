@@ -353,7 +353,7 @@ def test_layer_by_layer_runs_layers_that_begin_in_place(monkeypatch):
 def test_layer_by_layer_finds_the_same_bytes_and_similar_times(monkeypatch):
     """Short measurements of both kinds take turns, as a busy machine slows both alike."""
     module, step, batch, graph = toy(num_samples=64, width=256)
-    options = {"sample_counts": (64,), "repeats": 3, "looks_at_results": False}
+    options = {"sample_counts": (64,), "repeats": 3, "finds_results": False}
     seconds = {True: [], False: []}
     for _ in range(5):
         layers = {}
@@ -515,7 +515,7 @@ def test_random_numbers_of_the_gpu_are_put_back(monkeypatch):
 
     measured(
         module, draws, batch, graph, device="cuda:1", sample_counts=(2,), repeats=1,
-        looks_at_results=False,
+        finds_results=False,
     )  # fmt: skip
     assert all(map(torch.equal, before, [generator.get_state() for generator in generators]))
     assert now["device"] == 0
@@ -549,7 +549,7 @@ def test_a_step_out_of_memory_leaves_no_activations_behind(caplog):
     try:
         profile = measured(
             module, out_of_memory_at(8, step, log), batch, graph, sample_counts=(2, 8, 4),
-            repeats=1, looks_at_results=False,
+            repeats=1, finds_results=False,
         )  # fmt: skip
     finally:
         gc.enable()

@@ -40,7 +40,7 @@ def timer_of(step):
     batch = torch.randn(8, 16)
     graph = probe(module, lambda module, batch: module(batch).square().mean(), batch[:2])
     return LayerTimer(
-        module, step, batch, graph, sample_counts=(4,), repeats=3, looks_at_results=False
+        module, step, batch, graph, sample_counts=(4,), repeats=3, finds_results=False
     )
 
 

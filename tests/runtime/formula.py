@@ -1,7 +1,7 @@
 """PipeDream's formula in one process: w(t+1) = w(t) - lr grad f(w1(t-S+1), ..., wS(t)).
 
 It knows nothing of pipelines: it stores the whole model after every step, puts the model of a batch together from
-the versions that the formula names for every stage, and steps one optimizer. Draining starts the formula anew.
+the versions that the formula names for every stage, and steps one optimizer. Draining starts the formula again.
 """
 
 import copy

@@ -307,10 +307,10 @@ class Loopback:
 
     def advance(self, batch: Any, batch_index: int) -> float:
         """Without a flush: forwards a batch on all ranks, each takes back what is due; returns its loss."""
-        begun = [rank.engine.begin(batch, batch_index) for rank in self.ranks]
-        self._run_freely([program for _, program, _ in begun], [frozen for *_, frozen in begun])
+        started = [rank.engine.begin(batch, batch_index) for rank in self.ranks]
+        self._run_freely([program for _, program, _ in started], [frozen for *_, frozen in started])
         return float(
-            sum(w.loss * w.loss_scale for works, *_ in begun for w in works if w.loss is not None)
+            sum(w.loss * w.loss_scale for works, *_ in started for w in works if w.loss is not None)
         )
 
     def drain(self) -> None:

@@ -1,4 +1,4 @@
-"""Filling, piece by piece: how far a wait is filled, who takes which share, what is noted of a step."""
+"""Filling, piece by piece: how far a wait is filled, who takes which share, what is recorded of a step."""
 
 import itertools
 from types import SimpleNamespace

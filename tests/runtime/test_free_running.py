@@ -2,7 +2,7 @@
 
 The oracle is one process that knows nothing of pipelines: it stores the whole model after every step, puts the
 model together from the versions that the formula names for every stage, and steps one optimizer. Draining starts
-the formula anew.
+the formula again.
 """
 
 from dataclasses import replace

@@ -87,7 +87,7 @@ class Switching(torch.optim.SGD):
 
 
 class Listing(torch.optim.SGD):
-    """Makes its states anew in each step, and has some in a list."""
+    """Makes its states again in each step, and has some in a list."""
 
     def step(self, closure=None):
         loss = None if closure is None else torch.enable_grad()(closure)()

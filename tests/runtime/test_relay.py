@@ -141,7 +141,7 @@ def test_parameters_read_between_modules_are_lent():
     results, calls = on_all_ranks(root, owner, lambda module: (validate(module), validate(module)))
     assert torch.equal(results[0][1], validate(root))
     assert torch.equal(results[1][0], validate(root))
-    assert calls.count(0) + calls.count(1) == 2 * 6 + 2  # each parameter is lent once
+    assert calls.count(0) + calls.count(1) == 2 * 6 + 2  # each parameter is borrowed once
 
 
 def test_running_statistics_are_read_where_they_are_kept():

@@ -115,7 +115,7 @@ def test_plain_outputs(relayed, output):
 
 def test_what_cannot_travel_is_refused_on_all_ranks(relayed):
     """History: the owner raised pickle's error, and the other ranks waited for it until the timeout."""
-    reason = r"a layer returns a function, which cannot be handed .*return tensors"
+    reason = r"a layer returns a function, which cannot be sent .*return tensors"
     with pytest.raises(ForeignLayerError, match=reason):
         relayed.on(0, CPU, lambda: None)
     with pytest.raises(ForeignLayerError, match=reason):

@@ -85,7 +85,7 @@ def make_plan(plan, world_size=2, **options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_stages": 1}, "the plan has num_stages=2, but num_stages=1 is asked for beside it"),
+        ({"num_stages": 1}, "the plan has num_stages=2, but num_stages=1 is asked for as well"),
         ({"num_microbatches": 3, "schedule": "gpipe"},
          "has num_microbatches=8, schedule=1f1b, but num_microbatches=3, schedule=gpipe is asked for"),
         ({"data_parallel": 2}, "has data_parallel=1, but data_parallel=2"),

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.versions import Versions
-from lightning_diffpipe.runtime.optimizer_sharding import steps_apart
+from lightning_diffpipe.runtime.optimizer_sharding import updates_independently
 from lightning_diffpipe.training.refusals import (
     refuse_cuda_graphs,
     refuse_optimizers,
@@ -129,7 +129,7 @@ def test_optimizers_that_treat_every_parameter_by_itself_are_not():
     torchs = ("Adafactor", "AdamW", "SGD", "RMSprop", "Muon")  # Muon since 2.9
     plain = [getattr(torch.optim, name) for name in torchs if hasattr(torch.optim, name)]
     refuse_optimizers([make(parameters) for make in [*ours, *plain]])
-    assert steps_apart(Rounding(parameters)) is None
+    assert updates_independently(Rounding(parameters)) is None
 
 
 def with_gradients(*shapes):

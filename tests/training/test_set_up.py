@@ -83,7 +83,7 @@ def test_what_a_step_returns_beside_the_loss_is_named_once(module_class, recwarn
     fit_module(module_class, max_steps=2)
     said = [str(w.message) for w in recwarn if "only the loss leaves" in str(w.message)]
     assert len(said) == (module_class is ReturnsMore)
-    assert all("training_step returns 'half', 'pred' beside the loss" in text for text in said)
+    assert all("training_step returns 'half', 'pred' besides the loss" in text for text in said)
 
 
 def few(size):

@@ -259,7 +259,7 @@ def test_trial_runs_find_the_folder_of_the_logger(kind, tmp_path):
     logger = CSVLogger(tmp_path, "name", 3) if kind is CSVLogger else ToList()
     expected = f"{tmp_path}/name/version_3" if kind is CSVLogger else None
     losses_of(partial(Writes, of_class), logger=logger)
-    assert len(folders) > 3, "trials have noted it, too"
+    assert len(folders) > 3, "trials have recorded it, too"
     assert {*folders} == {expected}
 
 

@@ -40,7 +40,7 @@ TWO = Placement.of_replicas([1, 1])
 
 def noted_by(schedule, timeline):
     """What executors would note: every instruction of the program, waits filled in between."""
-    noted = []
+    recorded = []
     for rank, program in enumerate(schedule.programs):
         times = {s.instruction: s for s in timeline.spans_of(rank)}
         arrivals = {
@@ -58,32 +58,32 @@ def noted_by(schedule, timeline):
                 stop = max(now, arrivals.get(instruction, now))
                 own.append(Span(rank, instruction, now, stop))
                 now = stop
-        noted.append(own)
-    return noted
+        recorded.append(own)
+    return recorded
 
 
 @pytest.mark.parametrize("offsets_s", [[0.0, 0.0, 0.0], [0.0, 17.25, -3.5]])
 def test_a_planned_timeline_survives_the_way_through_the_ranks_notes(offsets_s):
     schedule = lower(one_f_one_b(3, 4))
     planned = simulate(schedule)
-    noted = [
+    recorded = [
         [replace(s, start_s=s.start_s + ahead, stop_s=s.stop_s + ahead) for s in own]
         for own, ahead in zip(noted_by(schedule, planned), offsets_s, strict=True)
     ]
-    measured = measured_timeline(noted, offsets_s, Placement.of_replicas([1, 1, 1]))
+    measured = measured_timeline(recorded, offsets_s, Placement.of_replicas([1, 1, 1]))
     assert str(without_posts(measured)) == str(planned)
     assert measured.bubble_ratio == pytest.approx(planned.bubble_ratio)
     assert {t.message for t in measured.transfers} == {t.message for t in planned.transfers}
 
 
 def test_frozen_work_inside_a_wait_is_work():
-    noted = [
+    recorded = [
         [Span(0, Forward(0, 0), 0, 1), Span(0, Wait("gradient", 0, 0, 1), 1, 4),
          Span(0, Encode(0), 1.5, 3.5), Span(0, Backward(0, 0), 4, 6)],
         [Span(1, Wait("activation", 1, 0, 0), 0, 1), Span(1, Forward(1, 0), 1, 2),
          Span(1, Backward(1, 0), 2, 4)],
     ]  # fmt: skip
-    spent = occupation(measured_timeline(noted, [0.0, 0.0], TWO))
+    spent = occupation(measured_timeline(recorded, [0.0, 0.0], TWO))
     assert spent.busy_s == (5.0, 3.0)
     assert spent.idle_s == (1.0, 3.0)
     assert spent.filled_s == (2.0, 0.0)
@@ -91,41 +91,41 @@ def test_frozen_work_inside_a_wait_is_work():
 
 
 def test_the_first_to_come_to_an_exchange_wait_for_the_last():
-    noted = [
+    recorded = [
         [Span(0, Forward(0, 0), 0, 2), Span(0, ExchangeFrozen(), 2, 6)],
         [Span(1, Forward(1, 0), 0, 5), Span(1, ExchangeFrozen(), 5, 6)],
     ]
-    spent = occupation(measured_timeline(noted, [0.0, 0.0], TWO))
+    spent = occupation(measured_timeline(recorded, [0.0, 0.0], TWO))
     assert spent.busy_s == (3.0, 6.0)
     assert spent.idle_s == (3.0, 0.0)
 
 
 def test_frozen_work_that_runs_inside_an_exchange_is_counted_once():
-    noted = [
+    recorded = [
         [Span(0, Forward(0, 0), 0, 1), Span(0, ExchangeFrozen(), 1, 6), Span(0, Encode(3), 2, 4)]
     ]
-    spent = occupation(measured_timeline(noted, [0.0], Placement.of_replicas([1])))
+    spent = occupation(measured_timeline(recorded, [0.0], Placement.of_replicas([1])))
     assert spent.busy_s == (6.0,)
     assert spent.leftover_s == (2.0,)
 
 
 def test_gradient_sums_of_unshared_stages_do_not_wait_for_each_other():
-    noted = [
+    recorded = [
         [Span(0, Forward(0, 0), 0, 1), Span(0, ReduceGradients(), 1, 2)],
         [Span(1, Forward(1, 0), 0, 5), Span(1, ReduceGradients(), 5, 6)],
     ]
-    timeline = measured_timeline(noted, [0.0, 0.0], TWO)
+    timeline = measured_timeline(recorded, [0.0, 0.0], TWO)
     assert timeline.busy_s(0) == 2.0
-    shared = measured_timeline(noted, [0.0, 0.0], Placement(((0, 1),)))
+    shared = measured_timeline(recorded, [0.0, 0.0], Placement(((0, 1),)))
     assert shared.busy_s(0) == 1.0
 
 
 def test_frozen_work_is_counted_where_it_ran():
-    noted = [
+    recorded = [
         [Span(0, Encode(0), 0, 1), Span(0, Forward(0, 0), 1, 2), Span(0, Encode(1), 2, 3),
          Span(0, Backward(0, 0), 3, 5), Span(0, Encode(2), 5, 7), Span(0, Send("gradient", 0, 0, 1), 7, 8)],
     ]  # fmt: skip
-    spent = occupation(measured_timeline(noted, [0.0], Placement.of_replicas([1])))
+    spent = occupation(measured_timeline(recorded, [0.0], Placement.of_replicas([1])))
     assert (spent.before_s, spent.filled_s, spent.leftover_s) == ((1.0,), (1.0,), (2.0,))
 
 

@@ -59,27 +59,27 @@ the Predictor runs the loops of diffusers' pipelines; the samplers themselves ta
 
 
 PIPELINE_COLUMNS = (
-    "Pipeline", "Learns", "Frozen parts", "Gradient error", "Saved, draws the same",
+    "Pipeline", "Learns", "Frozen parts", "Gradient error", "Saved, samples the same",
     *(f"`{method}`" for method in METHODS),
 )  # fmt: skip
 PIPELINES_INTRODUCTION = """\
 ## Pipelines trained by their own call
 
 `LatentDiffusion.from_pretrained(FOLDER)` and `diffpipe train model=pretrained model.path=FOLDER` run a pipeline's
-own `__call__` with one step for training. {works} of {built} classes that draw from prompts or classes alone, or
+own `__call__` with one step for training. {works} of {built} classes that sample from prompts or classes alone, or
 from nothing, or that edit or animate an image, are trained so; `tests/test_pipelines.py` builds each in tiny, cuts
 its step into two stages, compares loss and gradients with one process in double precision, writes it with
-`save_pretrained`, opens that with diffusers alone, and draws with both from the same noise. The rest says what
+`save_pretrained`, opens that with diffusers alone, and samples with both from the same noise. The rest says what
 cannot be followed.
 
-`QwenImageEditPipeline` and `QwenImageEditPlusPipeline` learn from [references](pretrained.md#references), and draw
-with those of one prompt; others that edit or animate images have one for each sample, and draw two at a time where
-diffusers does.
+`QwenImageEditPipeline` and `QwenImageEditPlusPipeline` learn from [references](pretrained.md#references), and
+sample with those of one prompt; others that edit or animate images have one for each sample, and sample two at a
+time where diffusers does.
 
-The last columns say how the [Predictor](sampling.md) samples it, found by drawing, two prompts at a time where
-diffusers itself can. *Yes* under `single` is what diffusers alone draws, to the last bit, and to rounding where two
-ranks draw a prompt each; under the other methods it is the same to rounding on two ranks, while all steps are
-synchronous, and under `guidance` where each computes one branch (`guidance=2`). `single` draws {single} of them,
+The last columns say how the [Predictor](sampling.md) samples it, found by sampling two prompts at a time where
+diffusers itself can. *Yes* under `single` is what diffusers alone samples, to the last bit, and to rounding where
+two ranks sample a prompt each; under the other methods it is the same to rounding on two ranks, while all steps are
+synchronous, and under `guidance` where each computes one branch (`guidance=2`). `single` samples {single} of them,
 `sequence` {sequence}, `pipefusion` {pipefusion}, `distrifusion` {distrifusion}, one of these three {either}, and
 halves of guidance {guidance}. Images are as tiny as denoisers, and some have too few rows. *Diffusers alone
 fails* where its own call does, with {version}.
@@ -90,7 +90,7 @@ are trained if their call gives that image to the autoencoder, and to others as 
 reason otherwise:
 """
 REFUSED_INTRODUCTION = """\
-These {number} start from images, or draw from videos, embeddings or parts that a batch does not have. They are
+These {number} start from images, or sample from videos, embeddings or parts that a batch does not have. They are
 refused before weights are read, with the argument's name; a LightningModule of your own trains their denoisers:
 """
 

@@ -1,7 +1,7 @@
 """PipeDream: 1F1B without a flush. Ranks never wait for a batch to end; weights have versions.
 
 A rank's loop runs free: with each batch that it forwards it takes back one that went out before, and its own
-optimizer steps at once. The pipeline is drained only where weights are looked at, at the price of weights that
+optimizer steps at once. The pipeline is drained only where weights are read, at the price of weights that
 change between the forward and the backward of a batch; so each stage stores the versions that batches in flight
 began with.
 
@@ -42,7 +42,7 @@ from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b_progra
 def admitted_batches(placement: Placement) -> int:
     """Returns NOAM: how many batches each rank of the first stage admits before its first backward.
 
-    The ranks of the pipeline, divided by the ranks of the first stage, rounded up.
+    It is the number of ranks of the pipeline, divided by that of the first stage, rounded up.
     """
     return -(-placement.num_ranks // len(placement.stage_ranks[0]))
 
