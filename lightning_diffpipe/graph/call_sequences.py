@@ -45,8 +45,8 @@ from lightning_diffpipe.graph.side_effects import (
     generators_preserved,
     is_users,
 )
-from lightning_diffpipe.graph.step import StepCall
-from lightning_diffpipe.graph.trial import untouched
+from lightning_diffpipe.graph.step import StepCall, loss_of
+from lightning_diffpipe.graph.trial import plain_state, untouched
 from lightning_diffpipe.graph.view import DummyMemory, Stop, StubbedRun, View, is_equal, not_probed
 
 _Read = tuple[int, Any]
@@ -138,6 +138,7 @@ class CallSequenceView(View):
         numbers_from_frozen: In runs frozen layers return numbers in place of NaN.
         frozen_values: Tensors, numbers and strings that the latest run gave to frozen layers, and that containers
             of nothing else returned.
+        sums: Those of the tensors that the latest run gave to layers, with numbers, and its loss; for `carried`.
     """
 
     def __init__(
@@ -160,8 +161,8 @@ class CallSequenceView(View):
         self._counters = Attributes(root, graph.counters)
         self.counted: list[Any] = []
         self.numbers_from_frozen, self.frozen_values = False, list[Any]()
-        inside = ((call.name, graph.layers[call.first : call.stop]) for call in graph.calls)
-        self.frozen = {n for n, layers in inside if layers and all(x.frozen for x in layers)}
+        self.sums: list[Any] | None = None
+        self.frozen = graph.frozen_calls
         owners = {name.rpartition(".")[0] for name in graph.glue_writes}
         metrics = {name for name, module in root.named_modules() if has_own_tensors(module)}
         self._owners = [root.get_submodule(name) for name in sorted(owners | metrics)]
@@ -229,6 +230,41 @@ class CallSequenceView(View):
         self.numbers_from_frozen = False
         return not all(bool(are_equal(values[0], later)) for later in values[1:])
 
+    def carried(self, call: StepCall, seed: int) -> Carried | None:
+        """Returns what equal runs carry from one to the next, so that layers get something else, or the loss is.
+
+        Counters are put back. None also if a run fails. For views whose layers return numbers, as NaN would
+        hide what enters after the first of them.
+        """
+        runs, states = list[tuple[CallSequence, list[Any]]](), list[dict[str, list[Any]]]()
+        # As in stages, what the step leaves set remains.
+        self.restored = Attributes(self.root, self.graph.toggled | self.graph.counters.keys())
+
+        def run() -> None:
+            self.sums = []
+            sequence, _replay = self.record(call, seed)
+            runs.append((sequence, self.sums))
+
+        def are_alike() -> bool:
+            (sequence, sums), (again, others) = runs[-2:]
+            return sequence == again and bool(are_equal(sums, others))
+
+        with contextlib.suppress(Exception):  # of any code, as above
+            with untouched(self.root), generators_preserved(self.root):
+                for _ in range(3):  # the first may store what is computed once
+                    run()
+                    states.append(plain_state(self.root))
+            if are_alike():
+                return None
+            for _ in range(2):
+                with untouched(self.root), generators_preserved(self.root):
+                    run()
+            _, before, after = states
+            return Carried(
+                tuple(sorted(n for n in after if before.get(n) != after[n])), are_alike()
+            )
+        return None
+
     def count(self) -> None:
         """Sets counters of the step to what they are after the latest batch."""
         if self.counted:
@@ -282,6 +318,18 @@ class CallSequenceView(View):
         )
 
 
+class Carried(NamedTuple):
+    """State that a step reads in its next run.
+
+    Attributes:
+        names: The attributes that hold it, as far as they are known.
+        is_restored: Runs that shall leave no trace put it back.
+    """
+
+    names: tuple[str, ...]
+    is_restored: bool
+
+
 @dataclass(frozen=True)
 class CallSequences:
     """The call sequences of a step in some trials, the longest first, which calls all layers.
@@ -294,6 +342,7 @@ class CallSequences:
         by_reads: Some call the same layers, and read other things between them.
         read: Parameters that the code between layers read in some of them, and not in others.
         moves_frozen: What frozen layers are given depends on how much of training is over.
+        carried: What a run of the step reads of the one before, but for counters.
     """
 
     replays: tuple[Replay, ...] = ()
@@ -304,6 +353,7 @@ class CallSequences:
     by_reads: bool = False
     read: frozenset[str] = frozenset()
     moves_frozen: bool = False
+    carried: Carried | None = None
 
     def widest_of(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a step that takes its longest call sequence."""
@@ -342,10 +392,10 @@ def survey(
 ) -> tuple[CallSequence, CallSequences]:
     """Finds call sequences of a step by trials, with the seeds of its first batches; returns the longest, and all.
 
-    The step is run twice, and once at each of `moments`. If coins were thrown, it is run four times more, with
-    small and with large numbers in place of those sampled. If the runs differ in what they call, or the step has
-    counters or generators of its own, 32 trials follow, of two microbatches of each of 16 batches, and two at each
-    moment. The module is left as it was.
+    The step is run three times to see what it carries on, then twice, and once at each of `moments`. If coins were
+    thrown, it is run four times more, with small and with large numbers in place of those sampled. If the runs
+    differ in what they call, or the step has counters or generators of its own, 32 trials follow, of two
+    microbatches of each of 16 batches, and two at each moment. The module is left as it was.
 
     Args:
         root: The module, on the host.
@@ -376,6 +426,8 @@ def survey(
                 return [(sequence, replace(replay, moment=moment))]
             return []
 
+        numbers = CallSequenceView(root, graph, interception, DummyMemory(0.5), lenient=True)
+        carried = numbers.carried(*trial(0, 0)[:2])
         moves_frozen = runs_ahead and view.moves_frozen(*trial(0, 0)[:2], moments)
         if not (graph.counters or graph.generators):
             trials = [view.record(*trial(number, 0)) for number in range(_FEW)]
@@ -395,7 +447,7 @@ def survey(
                 pair = [*later(moment, 0), *later(moment, 1)]
                 trials += pair if len(pair) == 2 else ()  # `_sequences_of_trials` compares pairs
     widest, sequences = _sequences_of_trials(trials)
-    return widest, replace(sequences, moves_frozen=moves_frozen)
+    return widest, replace(sequences, moves_frozen=moves_frozen, carried=carried)
 
 
 def _sequences_of_trials(trials: Sequence[_Trial]) -> tuple[CallSequence, CallSequences]:
@@ -472,7 +524,9 @@ class _CallSequenceRun(StubbedRun):
         self._batch_keys = set(map(storage_key, tensors_in(call.batch)))
         hooks = NoHooksWithoutGradients() if self._view.graph.hooks else contextlib.nullcontext()
         with contextlib.suppress(Stop), torch.enable_grad(), hooks:
-            self.see(call())
+            out = call()
+            self.see(out)
+            self._sum(loss_of(out))
         self._view.dummy_memory.require_unwritten()
         if self._stops and not self._possible:
             return None
@@ -483,6 +537,14 @@ class _CallSequenceRun(StubbedRun):
         if self._view.by_reads and not self._inside:
             seen = (self._labels.get(id(leaf)) for leaf in pytree.tree_leaves(tree))
             self._reads.update((len(self._calls), label) for label in seen if label is not None)
+
+    def _sum(self, tree: Any) -> None:
+        """Notes numbers and the sums of tensors, to be compared with those of an equal run."""
+        if self._view.sums is not None:
+            leaves = pytree.tree_leaves(tree)
+            self._view.sums += (
+                x.detach().sum() if isinstance(x, torch.Tensor) else x for x in leaves
+            )
 
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Mutes what is logged, and notes what it reads."""
@@ -530,6 +592,7 @@ class _CallSequenceRun(StubbedRun):
             return out
         self.counted = self._counters.capture()
         self.see((args, kwargs))
+        self._sum((args, kwargs))
         if name not in self._layers and self._lenient:
             self._calls.append((name, torch.is_grad_enabled()))
             self._inside = True

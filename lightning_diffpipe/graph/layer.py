@@ -295,6 +295,14 @@ class LayerGraph:
         return tuple(layer.index for layer in self.layers if layer.frozen)
 
     @cached_property
+    def frozen_calls(self) -> frozenset[str]:
+        """Modules around frozen layers, and no others."""
+        inside = ((call.name, self.layers[call.first : call.stop]) for call in self.calls)
+        return frozenset(
+            name for name, layers in inside if layers and all(x.frozen for x in layers)
+        )
+
+    @cached_property
     def layer_names(self) -> tuple[str, ...]:
         """Module of every layer, in call order."""
         return tuple(layer.name for layer in self.layers)

@@ -2,14 +2,14 @@
 
 They leave no trace, and nobody sees them: what they change is restored, what they print or log is dropped. Hooks
 on modules belong to the model and run; hooks on gradients of parameters do not. Not restored is what a step keeps
-where nobody looks: in a generator, in what a function closes over, in an object without `__dict__`, or in a Python
-file that defines no class of the model.
+where nobody looks: in what a function closes over, in an object without `__dict__`, or in a Python file that
+defines no class of the model.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import io
 import itertools
 import logging
 import operator
@@ -18,10 +18,11 @@ import types
 import warnings
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -89,7 +90,6 @@ _MAPPINGS = (dict, types.MappingProxyType)
 _MOST_ENTRIES = 1000  # of a container that is searched for others: each step does
 _MOST_BYTES = 2**20  # of a tensor that is copied in case it is written in place
 _STATES: tuple[type, ...] = (bool, int, float, str, type(None), Tensor)
-_COUNTED = (int, float, str, itertools.count)
 _LIBRARIES = {"torch", "lightning", "lightning_utilities", "lightning_diffpipe"}
 _WITHOUT_STATE = _LIBRARIES | sys.stdlib_module_names - {"types", "argparse"}  # but for namespaces
 _MISSING = object()
@@ -116,20 +116,53 @@ def _entries_of(kind: type) -> Callable[[Any], Any] | None:
     return None if kind.__module__.partition(".")[0] in _WITHOUT_STATE else vars
 
 
-def _copied(holder: Any, iterators: Set[type]) -> Any:
-    """Returns a copy of a container, with iterators of Python's own where they are now, if they can be copied.
+class _Replayed(Iterator[Any]):
+    """An iterator that trial runs read, which gives what they got of it once more; else it behaves like that.
 
-    `iterators` are all kinds of iterators there may be in it.
+    A copy would share what it iterates over with the iterator itself, if that is one as well, as of `zip`.
     """
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.read, self.position = source, deque[Any](), 0
+
+    def __next__(self) -> Any:
+        if self.position == len(self.read):
+            self.read.append(next(self.source))
+        if not in_trial.get():
+            return self.read.popleft()
+        self.position += 1
+        return self.read[self.position - 1]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for while there is no source yet
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"{self.source!r} after {self.position}"
+
+
+_COUNTED = (int, float, str, _Replayed)
+
+
+def _is_iterator(kind: type) -> bool:
+    """Returns whether the state of an iterator is nowhere but in it: that of other objects is restored."""
+    return (
+        hasattr(kind, "__next__") and _entries_of(kind) is None and not issubclass(kind, io.IOBase)
+    )
+
+
+def _copied(holder: Any) -> Any:
+    """Returns a copy of a container."""
     if not holder:
         return ()  # without memory of its own: most of a module's are empty
-    copied = holder.copy() if type(holder) in _CONTAINERS else dict(holder)
-    if isinstance(copied, dict) and not iterators.isdisjoint(map(type, copied.values())):
-        for name, value in copied.items():
-            if type(value) in iterators and type(value).__module__ in ("itertools", "builtins"):
-                with contextlib.suppress(TypeError):
-                    copied[name] = copy.copy(value)
-    return copied
+    return holder.copy() if type(holder) in _CONTAINERS else dict(holder)
 
 
 def _is_same(now: Any, before: Any) -> bool:
@@ -158,9 +191,15 @@ def _rebind(owner: Any, before: Mapping[str, Any], kinds: tuple[type, ...]) -> N
         if old is _MISSING:
             type.__delattr__(owner, name) if isinstance(owner, type) else now.pop(name)
         else:
-            type.__setattr__(owner, name, old) if isinstance(owner, type) else now.update(
-                {name: old}
-            )
+            _put(owner, name, old)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute of a module, class or file, or an entry of a dict."""
+    if isinstance(owner, type):
+        type.__setattr__(owner, name, value)
+    else:
+        (owner if isinstance(owner, dict) else vars(owner))[name] = value
 
 
 _users: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
@@ -185,7 +224,7 @@ def _attributes_restored(
     `alone` says that `modules` are all those of `root`; else a run may note what was done once and for all.
     """
     owners: dict[Any, tuple[type, ...]] = {root: (Iterator,)}
-    owners |= dict.fromkeys(_users_code(root), _STATES)
+    owners |= dict.fromkeys(_users_code(root), (*_STATES, Iterator))
     owners |= dict.fromkeys(modules, (object,) if alone else (*_STATES, list, Iterator))
     values = [
         value
@@ -197,14 +236,29 @@ def _attributes_restored(
     owners |= {vars(root)[n]: _STATES for n in SHARED_ATTRIBUTES if vars(root).get(n) is not None}
     held = list({id(each): each for each in _holders(values)}.values())
     attributes = [vars(owner) for owner in owners]
-    maps = [*attributes, *(each for each in held if isinstance(each, dict))]
-    kinds_held = set[type]().union(*(map(type, each.values()) for each in maps))
-    iterators = {kind for kind in kinds_held if hasattr(kind, "__next__")}
-    copies = [_copied(each, iterators) or {} for each in attributes]
+    maps = [(owner, vars(owner)) for owner, kinds in owners.items() if kinds is not _STATES]
+    maps += ((each, each) for each in held if isinstance(each, dict))
+    kinds_held = set[type]().union(*(map(type, each.values()) for _, each in maps))
+    iterators = set(filter(_is_iterator, kinds_held))
+    places = [
+        (owner, name, value)
+        for owner, each in maps
+        if not iterators.isdisjoint(map(type, each.values()))
+        for name, value in each.items()
+        if type(value) in iterators
+    ]
+    replayed = {id(x): x if isinstance(x, _Replayed) else _Replayed(x) for _, _, x in places}
+    for owner, name, value in places:
+        _put(owner, name, replayed[id(value)])
+    positions = [iterator.position for iterator in replayed.values()]
+    copies = [_copied(each) or {} for each in attributes]
     snapshots = list(zip(owners, copies, owners.values(), strict=True))
-    holders = [(each, _copied(each, iterators)) for each in held]
+    holders = [(each, _copied(each)) for each in held]
+    for each in held:
+        values += each.values() if isinstance(each, dict) else each
     try:
-        yield
+        with _written_restored(values):
+            yield
     finally:
         for item, before in holders:
             if not _is_same(item, before):
@@ -212,6 +266,11 @@ def _attributes_restored(
                 item.extend(before) if hasattr(item, "extend") else item.update(before)
         for owner, attributes, kinds in snapshots:
             _rebind(owner, attributes, kinds)
+        for iterator, position in zip(replayed.values(), positions, strict=True):
+            iterator.position = position
+        for owner, name, value in places:
+            if not (iterator := replayed[id(value)]).read:
+                _put(owner, name, iterator.source)
 
 
 def plain_state(root: nn.Module) -> dict[str, list[Any]]:
@@ -229,11 +288,12 @@ def plain_state(root: nn.Module) -> dict[str, list[Any]]:
     }
 
 
-def _may_be_written(value: Any) -> bool:
-    """Returns whether an attribute is a small tensor of which code may keep a state in place."""
+def _may_be_written(value: Tensor | np.ndarray[Any, Any]) -> bool:
+    """Returns whether a tensor or array is small, so that code may keep a state in it."""
+    if isinstance(value, np.ndarray):
+        return bool(value.flags.writeable) and value.nbytes <= _MOST_BYTES
     return (
-        type(value) is Tensor
-        and not (value.requires_grad or value.is_meta)
+        not (value.requires_grad or value.is_meta)
         and value.layout is torch.strided
         and 0 not in value.stride()  # torch refuses to write into expanded ones
         and value.nbytes <= _MOST_BYTES
@@ -241,20 +301,24 @@ def _may_be_written(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _tensors_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restores small tensors that are plain attributes of modules, however they are written in place."""
-    tensors = [value for m in modules for value in vars(m).values() if _may_be_written(value)]
-    values = [tensor.clone() for tensor in tensors]
+def _written_restored(values: Iterable[Any]) -> Iterator[None]:
+    """Restores small tensors and arrays among values, however they are written in place."""
+    written = [value for value in values if type(value) in (Tensor, np.ndarray)]
+    states = list({id(value): value for value in written if _may_be_written(value)}.values())
+    copies = [x.clone() if isinstance(x, Tensor) else x.copy() for x in states]
     try:
         yield
     finally:
-        for tensor, value in zip(tensors, values, strict=True):
-            if tensor.requires_grad and not tensor._is_view():
-                tensor.detach_()  # the graph of what was added to it
+        for state, value in zip(states, copies, strict=True):
+            if isinstance(state, np.ndarray):
+                state[...] = value
+                continue
+            if state.requires_grad and not state._is_view():
+                state.detach_()  # the graph of what was added to it
             # Memory of the host may be read-only; for a GPU to compare it would have to be waited for.
-            if tensor.device.type != "cpu" or not torch.equal(tensor, value):
-                with torch.inference_mode(tensor.is_inference()):
-                    tensor.copy_(value)
+            if state.device.type != "cpu" or not torch.equal(state, value):
+                with torch.inference_mode(state.is_inference()):
+                    state.copy_(value)
 
 
 in_trial: ContextVar[bool] = ContextVar("in_trial", default=False)
@@ -309,10 +373,10 @@ def _unseen() -> Iterator[None]:
 def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
     """Makes the runs inside trials, which leave no trace: what they change is restored, what they print is hidden.
 
-    Restored are buffers, metrics, random numbers, attributes of modules, of their classes and files, and lists and
-    objects among these, but not inside of one with more than 1000 entries. Hooks on gradients of parameters are
-    off. Tensors that are plain attributes are restored, too; those above 1 MiB, which may be tables, are not
-    copied, so that what is written into them stays.
+    Restored are buffers, metrics, random numbers, attributes of modules, of their classes and files, and lists,
+    iterators and objects among these, but not inside of one with more than 1000 entries. Hooks on gradients of
+    parameters are off. Tensors and arrays that are attributes are restored, too; those above 1 MiB, which may be
+    tables, are not copied, so that what is written into them stays.
 
     Args:
         root: The module whose step is run; its lists and tensors are restored in any case.
@@ -324,8 +388,7 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
     values = [buffer.detach().clone() for buffer in buffers]
     attributes = _attributes_restored(root, modules, alone)
     hooks = hooks_off(root.parameters() if alone else ())
-    tensors = _tensors_restored({root, *modules})
-    with _unseen(), hooks, rng.preserved(host=True), attributes, tensors:
+    with _unseen(), hooks, rng.preserved(host=True), attributes:
         # A run changes copies: code that moved the states here may restore the tensors it found.
         for module, originals in own_tensors(modules):
             copies = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), originals)

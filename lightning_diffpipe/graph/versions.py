@@ -186,13 +186,29 @@ _State = tuple[list[Tensor | None], list[int], list[int]]
 class Versions:
     """Versions of a module's tensors, which tell whether one was written in place, or replaced, since.
 
+    So do numbers and texts of parts of it, in dicts, too, but for those that have changed when versions are noted:
+    what runs in between changes them itself.
+
     A write through `.data` is seen by 16 elements, spread over the tensor. On GPUs they count until the optimizer
     has made three steps, as comparing waits for the device: averages of trained weights change with the first.
     """
 
     def __init__(
-        self, root: nn.Module, parameters: Collection[str], buffers: Collection[str]
+        self,
+        root: nn.Module,
+        parameters: Collection[str],
+        buffers: Collection[str],
+        parts: Collection[str] = (),
     ) -> None:
+        modules = {m for part in parts for m in root.get_submodule(part).modules()}
+        dicts = [d for m in modules for d in vars(m).values() if type(d) is dict]
+        self._numbers = [
+            (held, name)
+            for held in (*map(vars, modules), *dicts)
+            for name, value in held.items()
+            if isinstance(value, int | float | str) and name != "training"
+        ]
+        self._values = self._present()
         self._places = [
             (module._parameters if key in module._parameters else module._buffers, key)
             for name, module, key in _places(root)
@@ -205,6 +221,9 @@ class Versions:
 
     def note(self, before_update: bool = False) -> None:
         """Notes the present versions: changes count from now on; `before_update` if the optimizer steps next."""
+        pairs = zip(self._numbers, self._values, self._present(), strict=True)
+        self._numbers = [place for place, value, now in pairs if value is now or value == now]
+        self._values = self._present()
         before, self._recorded = self._recorded, self._now()
         if not _same(before, self._recorded):  # pieces share the tensors' memory
             present = [tensor for tensor in self._recorded[0] if tensor is not None]
@@ -216,9 +235,12 @@ class Versions:
 
     def changed(self) -> bool:
         """Returns whether anything was written or replaced since; takes 1 ms for a thousand tensors, about."""
-        if not _same(self._recorded, self._now()):
+        if self._present() != self._values or not _same(self._recorded, self._now()):
             return True
         return not all(map(torch.equal, self._compared(), self._elements))
+
+    def _present(self) -> list[Any]:
+        return [attributes.get(name) for attributes, name in self._numbers]
 
     def _now(self) -> _State:
         # The tensors themselves, as the identity of one that is gone may be given to another.

@@ -18,6 +18,7 @@ that behaves differently stops with a clear error.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -81,8 +82,8 @@ class DummyMemory:
     look right. They are no inference tensors, as writing into one leaves no trace.
     """
 
-    def __init__(self) -> None:
-        self._largest: dict[tuple[torch.dtype, str], Tensor] = {}
+    def __init__(self, value: float = math.nan) -> None:
+        self._value, self._largest = value, dict[tuple[torch.dtype, str], Tensor]()
         self._versions: dict[tuple[torch.dtype, str], int] = {}
 
     @torch.inference_mode(False)
@@ -94,7 +95,7 @@ class DummyMemory:
             memory = self._largest[key] = torch.empty(0, dtype=spec.dtype, device=spec.device)
         if memory.numel() < size:  # in place, as dummies made before are views of it
             floating = spec.dtype.is_floating_point or spec.dtype.is_complex
-            memory.resize_(size).fill_(float("nan") if floating else 0)
+            memory.resize_(size).fill_(self._value if floating else 0)
             self._versions[key] = memory._version
         return memory.as_strided(spec.shape, spec.stride)
 

@@ -33,6 +33,7 @@ from lightning_diffpipe.errors import ConfigurationError, ForeignLayerError, Gra
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.graph.placement import is_offloaded, is_placeholder, loaded, reads_values
+from lightning_diffpipe.graph.side_effects import transform_around
 
 Share = Callable[[int, Any], Any]
 """`share(owner, output)` gives every rank the owner's output: a collective call, such as `RelayChannel`."""
@@ -136,6 +137,9 @@ class RelayRun(Run):
         owner, is_trained = self._decisions[site.name]
         if owner is None:
             return site.diffpipe_original(*args, **kwargs)
+        where = f"{site.name}, which position {owner} of the pipeline ran"
+        if transform := transform_around():  # whose tensors are of this process only
+            raise _refused(f"{transform} is taken through {where}")
         executed = None
         if all(is_offloaded(p) or not is_placeholder(p) for p in site.module.parameters()):
             executed = self._execute(site, args, kwargs)
@@ -147,9 +151,7 @@ class RelayRun(Run):
         leaves = pytree.tree_leaves((args, kwargs))
         differentiable = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
         differentiable += [torch.zeros((), requires_grad=True)] if is_trained else []
-        return _without_graph(
-            out, f"{site.name}, which position {owner} of the pipeline ran", differentiable
-        )
+        return _without_graph(out, where, differentiable)
 
     def fetched(self, parameter: Tensor) -> Tensor | None:
         """Returns the value of a parameter that not all ranks hold, or that is offloaded; None if it is here."""
@@ -191,11 +193,14 @@ class _Crossing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         """Raises, on all ranks."""
-        raise GraphError(
-            f"a gradient is taken through {ctx.where}, outside of training_step, where layers of other ranks give "
-            "values without graphs. Take it inside the forward of one module that a single rank holds, or train "
-            "with num_stages=1"
-        )
+        raise _refused(f"a gradient is taken through {ctx.where}")
+
+
+def _refused(what: str) -> GraphError:
+    return GraphError(
+        f"{what}, outside of training_step, where layers of other ranks give values without graphs. Take it inside "
+        "the forward of one module that a single rank holds, or train with num_stages=1"
+    )
 
 
 def _without_graph(out: Any, where: str, given: Sequence[Tensor]) -> Any:

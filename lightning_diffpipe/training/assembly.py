@@ -57,6 +57,7 @@ from lightning_diffpipe.training.pipeline import Pipeline, Process
 from lightning_diffpipe.training.plan_source import PipelineOptions
 from lightning_diffpipe.training.refusals import (
     refuse_backward_hooks,
+    refuse_carried_state,
     refuse_joined_chains,
     refuse_shared_weights,
     refuse_stateful_glue,
@@ -205,6 +206,7 @@ def _cut_as_planned(
     refuse_written_weights(graph, plan)
     if plan.ranks_per_pipeline > 1 and graph.generators:
         refuse_own_generators(graph)
+    refuse_carried_state(probed.sequences.carried, plan)
     # Frozen parts are laid out again for each batch, whose last one may be smaller.
     programs = tuple(
         tuple(i for i in program if not isinstance(i, Encode | ExchangeFrozen))

@@ -179,13 +179,14 @@ class Pipeline:
 
     @cached_property
     def read_ahead(self) -> Versions:
-        """Parameters and buffers that frozen layers read, but for those that layers write themselves."""
+        """What frozen layers read: weights, buffers and numbers, but for those that layers change themselves."""
         layers = self.graph.layers
         written = frozenset().union(*(layer.written_buffers for layer in layers))
         parameters = frozenset().union(*(layers[i].parameters for i in self.graph.frozen))
         parameters -= self.offloaded.keys()  # which cannot be written
         buffers = frozenset().union(*(layers[i].buffers for i in self.graph.frozen))
-        return Versions(self.module, parameters, buffers - written)
+        parts = self.graph.frozen_calls.union(layers[i].name for i in self.graph.frozen)
+        return Versions(self.module, parameters, buffers - written, parts)
 
     def stop_ahead_if_changed(self) -> bool:
         """Runs nothing ahead any more if what frozen layers read was changed between two steps.

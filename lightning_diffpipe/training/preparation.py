@@ -131,6 +131,9 @@ def _probed_and_planned(
         with raised_by_all():
             require_equal(probed.graph.digest, world)
             refuse_one_chain(probed.chains, options)
+        # One that reads a clock may have found another.
+        sequences = replace(probed.sequences, carried=agree(probed.sequences.carried, world))
+        probed = replace(probed, sequences=sequences)
     if probed.sequences.moves_frozen and options.plan is None:
         _log.info("what frozen layers get follows the step: they run in the step of their batch")
         options = replace(options, filling="none")

@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 
 from lightning_diffpipe.comm.mesh import Mesh, gathered_objects
 from lightning_diffpipe.errors import ConfigurationError, PlanError
+from lightning_diffpipe.graph.call_sequences import Carried
 from lightning_diffpipe.graph.calltree import (
     has_backward_hooks,
     has_global_backward_hooks,
@@ -417,6 +418,34 @@ def refuse_stateful_glue(graph: LayerGraph, plan: PipelinePlan) -> None:
             "on_train_batch_end from logged metrics, or in the forward of a module with parameters that "
             "owns it and is not cut"
         )
+
+
+def refuse_carried_state(carried: Carried | None, plan: PipelinePlan) -> None:
+    """Refuses steps that read what they have changed before, but for counters, which are put back.
+
+    Ranks run the step for each microbatch, and to find what it calls, and for frozen layers: states would differ.
+
+    Raises:
+        ConfigurationError: There are several ranks; on one a warning tells of it.
+    """
+    if carried is None:
+        return
+    where = ", ".join(carried.names[:3]) or "a closure, an array or the like, or it reads a clock"
+    said = (
+        f"training_step reads what an earlier run of it has changed ({where}), and runs for each of "
+        f"{plan.num_microbatches} microbatches of a batch. What shall change once for a batch is changed in "
+        "on_train_batch_end, or is a whole number in an attribute of the module that is set before training"
+    )
+    if plan.ranks_per_pipeline > 1:
+        raise ConfigurationError(
+            f"{said}. Ranks run it more or less often, so that stages would disagree"
+        )
+    if not carried.is_restored:
+        rank_zero_warn(
+            f"{said}. Runs before training have changed it, too, and could not put it back"
+        )
+    elif plan.num_microbatches > 1:
+        rank_zero_warn(f"{said}; strategy.num_microbatches=1 helps, too")
 
 
 def refuse_backward_hooks(module: nn.Module, graph: LayerGraph, plan: PipelinePlan) -> None:

@@ -380,11 +380,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Lets metrics count each batch once, and the transfer hook not run again for a batch that was fetched."""
         self._metric_sync = MetricSync(trainer, lambda: self.mesh, self._until_teardown)
         module: Any = self.lightning_module
-        hook = module._on_before_batch_transfer
-
-        def once(batch: Any, dataloader_idx: int = 0) -> Any:
-            return batch if isinstance(batch, Fetched) else hook(batch, dataloader_idx)
-
+        once = partial(_once, module._on_before_batch_transfer)
         self._until_teardown.enter_context(patched(module, _on_before_batch_transfer=once))
 
     def _set_up_pipeline(self, trainer: Any) -> None:
@@ -518,8 +514,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             self.upcoming = []
             self._refuse_change_alone(number)
             rank_zero_warn(
-                "weights of frozen layers, or buffers that feed them, were changed during training, so what "
-                "they gave for coming batches was thrown away, and they run in the step of their batch from now on"
+                "weights or numbers of frozen layers, or buffers that feed them, were changed during training, so "
+                "what they gave for coming batches was thrown away, and they run in the step of their batch from "
+                "now on"
             )
         else:
             watcher.note_batch()
@@ -559,9 +556,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             self._running.mesh.gathered([number], patient=True)
         except PipelineTimeoutError as error:
             raise ConfigurationError(
-                f"weights of frozen layers, or buffers that feed them, were changed before batch {number} on rank "
-                f"{self.global_rank}, but not on all ranks of its pipeline: the others would train on what the old "
-                "ones gave. Change them on all ranks alike, from what all have"
+                "weights or numbers of frozen layers, or buffers that feed them, were changed before batch "
+                f"{number} on rank {self.global_rank}, but not on all ranks of its pipeline: the others would "
+                "train on what the old ones gave. Change them on all ranks alike, from what all have"
             ) from error
         watcher.enter("training")
 
@@ -800,3 +797,8 @@ def _caches(trainer: Any) -> list[Any]:
     from lightning_diffpipe.callbacks.encoding_cache import EncodingCache
 
     return [c for c in trainer.callbacks if isinstance(c, EncodingCache) and c.encode_first]
+
+
+def _once(hook: Callable[..., Any], batch: Any, dataloader_idx: int = 0) -> Any:
+    """Runs a hook on a batch that was not fetched; has a name, as trainers are pickled."""
+    return batch if isinstance(batch, Fetched) else hook(batch, dataloader_idx)

@@ -36,7 +36,7 @@ from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, TensorSpec
 from lightning_diffpipe.graph.probed_step import ProbedStep
 from lightning_diffpipe.graph.rng import draws, microbatch_seed
 from lightning_diffpipe.graph.step import ModuleSplit, StepCall, logged_values
-from lightning_diffpipe.graph.trial import plain_state, untouched
+from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.graph.versions import rounding_of
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.schedule import Placement
@@ -200,13 +200,6 @@ class MeanCheck:
         sizes, weighted = (first, total - first), self.probed.graph.weighted
         try:
             with undisturbed(self.probed.module):
-                if names := self._counted(total):
-                    return (
-                        f"training_step changes {', '.join(names[:3])}, and runs for each of {num_microbatches} "
-                        "microbatches of a batch, on every stage. What shall change once for a batch is changed in "
-                        "on_train_batch_end, or is a whole number in an attribute of the module that is set before "
-                        "training; on one rank strategy.num_microbatches=1 helps, too"
-                    )
                 graph = self.probed.graph
                 has_several_rows = any((graph.spec(k).rows or 0) > 1 for k in graph.tail_reads)
                 for repeated in (False, True) if has_several_rows else (False,):
@@ -219,17 +212,6 @@ class MeanCheck:
             _log.info("the loss of a batch cannot be compared with those of its parts: %s", error)
             return ""
         return problem
-
-    def _counted(self, total: int) -> list[str]:
-        """Returns names of what each run of the step changes, but for counters, which are put back."""
-        module, graph, states = self.probed.module, self.probed.graph, list[dict[str, list[Any]]]()
-        values, sampled = _StandIns(graph, total, 0, False), _RowsOfDraws(total, False)
-        for _ in range(2):  # the first may store what is computed once
-            self._run(self.probed.batch, slice(0, total), values, sampled, 0)
-            states.append(plain_state(module))
-        counters = {".".join(filter(None, attribute)) for attribute in graph.counters}
-        before, after = states
-        return sorted(n for n in after.keys() - counters if before.get(n) not in (None, after[n]))
 
     @cached_property
     def _tolerance(self) -> float:

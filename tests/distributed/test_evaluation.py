@@ -283,6 +283,9 @@ class Evaluates(TinyDiffusion):
                 mean = self.encoder(batch["image"]).chunk(2, -1)[0].requires_grad_()
                 out = self.denoise(mean, mean[:, 0, 0], batch["text"])
                 torch.autograd.grad(out.sum(), mean)
+        elif self.how == "transform":
+            mean = self.encoder(batch["image"]).chunk(2, -1)[0]
+            torch.func.grad(lambda x: self.denoise(x, x[:, 0, 0], batch["text"]).sum())(mean)
 
 
 def evaluate(rank, world_size, how):
@@ -300,9 +303,17 @@ def test_evaluation_draws_what_one_process_draws(how):
         assert found == pytest.approx(expected, rel=1e-9)
 
 
-def test_gradients_taken_in_a_validation_are_refused_by_name():
-    """History: torch said on one rank that a tensor had no graph, and the other waited for it."""
-    with pytest.raises(
-        RankError, match=r"GraphError: a gradient is taken through head, which pos.*num_stages=1"
-    ):
-        run_ranks(evaluate, 2, 2, "gradient")
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("gradient", "a gradient is taken through head"),
+        row("transform", r"torch\.func\.grad or vjp is taken through "),
+    ],
+)
+def test_gradients_taken_in_a_validation_are_refused_by_name(how, said):
+    """History: torch said on one rank that a tensor had no graph, and the other waited for it.
+
+    Values of another rank could not be read inside a transform, and both ranks said that the other was lost.
+    """
+    with pytest.raises(RankError, match=rf"GraphError: {said}.*, which pos.*num_stages=1"):
+        run_ranks(evaluate, 2, 2, how)
