@@ -203,8 +203,9 @@ class PaddingTokenizer(StandIn):
 
     def __init__(self, real: Any, note: Callable[..., None]) -> None:
         super().__init__(real, _text=None, _answer=None, _length=None, _note=note)
-        # `note` tells what is too long; the tokenizer's own warning would come anew in each trial run.
-        real.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+        # `note` tells what is too long; the tokenizer's own warning would come again in each trial run.
+        warned = getattr(real, "deprecation_warnings", {})
+        warned["sequence-length-is-longer-than-the-specified-maximum"] = True
 
     def __call__(self, text: Any = None, *args: Any, **options: Any) -> Any:
         """Tokenizes."""

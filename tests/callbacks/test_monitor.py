@@ -250,7 +250,7 @@ def test_images_wait_until_the_run_can_afford_them(age_s, count, tmp_path, monke
     monitor._clock.started_s -= age_s
     strategy = SimpleNamespace(plan="plan", pipeline=None)
     trainer = SimpleNamespace(strategy=strategy, loggers=[], is_global_zero=True)
-    monitor._look(trainer, None, 0.0)
+    monitor._measure(trainer, None, 0.0)
     assert drawn == ["plan"] * count
 
 

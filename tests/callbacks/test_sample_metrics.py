@@ -248,7 +248,7 @@ def test_videos_are_measured_frame_by_frame():
 
 def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path, monkeypatch):
     trainer = L.Trainer(logger=False, enable_checkpointing=False)
-    with pytest.raises(ConfigurationError, match="Classes draws class_labels; leave it out"):
+    with pytest.raises(ConfigurationError, match="Classes samples class_labels; leave it out"):
         ClipScore(clip(tmp_path)).setup(trainer, Classes(), "fit")
     with pytest.raises(ConfigurationError, match="FID samples with the module's own sample"):
         FID(Features()).setup(trainer, L.LightningModule(), "fit")

@@ -210,7 +210,7 @@ def test_a_stranger_who_connects_is_hung_up_on_and_ranks_are_heard_still(said, r
 WATCHES_NO_MORE = """
 import time
 from lightning_diffpipe.comm.watcher import watcher
-watcher._look_around = lambda now_s: 1 / 0
+watcher._check_connections = lambda now_s: 1 / 0
 with watcher.run(0):
     time.sleep(60.0)
 """
