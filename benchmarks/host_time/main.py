@@ -43,7 +43,6 @@ PURPOSES = {
     "survey": "coins",
     "find_chains": "chains",
     "_rounds": "timing",
-    "_in_place": "saved bytes",
     "repeatable": "storable results",
     "mixing": "samples apart",
     "difference": "mean of the loss",
