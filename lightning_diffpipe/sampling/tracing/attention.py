@@ -85,7 +85,7 @@ class Kernel:
             )
         tensors = [x.transpose(1, 2) for x in (query, key, value)]
         if torch.compiler.is_compiling():
-            out = torch.ops.lightning_diffpipe.attend(*tensors, **options, kernel=self.name)
+            out = torch.ops.lightning_diffpipe.attend(*tensors, **options, answered_by=self.name)
         else:
             out = self.answered(*tensors, **options)
         return out.transpose(1, 2)
@@ -277,16 +277,19 @@ def _by_name(*args: Any, **kwargs: Any) -> Tensor:
 # ------------------------------------------------------------------------------------ compiled blocks
 
 _LIBRARY = library.Library("lightning_diffpipe", "DEF")
+# No argument may be called `kernel`: inductor passes one of that name beside them.
 _LIBRARY.define(
     "attend(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
-    "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, str? kernel=None) -> Tensor"
+    "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, str? answered_by=None) -> Tensor"
 )
 
 
-def _attend(*args: Any, kernel: str | None = None, **kwargs: Any) -> Tensor:
+def _attend(*args: Any, answered_by: str | None = None, **kwargs: Any) -> Tensor:
     """Answers attention with a result in the memory order of most kernels, tokens outside of heads."""
-    by = KernelsAnswered.by_name[kernel].answered if kernel else AttentionByName.answer
-    return by(*args, **kwargs).transpose(-3, -2).contiguous().transpose(-3, -2)
+    answer = AttentionByName.answer
+    if answered_by:
+        answer = KernelsAnswered.by_name[answered_by].answered
+    return answer(*args, **kwargs).transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def _outcome(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
