@@ -499,16 +499,13 @@ def noise_schedule_of(scheduler: SchedulerMixin, noise: Noise | None = None) -> 
                 f"prediction_type={prediction!r} is none; leave it out"
             )
     kind = config.get("timestep_type", "discrete")
-    if (
-        prediction not in ("epsilon", "v_prediction")
-        or "beta_schedule" not in config
-        or kind != "discrete"
-    ):
+    times = "" if kind == "discrete" else f" and {kind} times"
+    if times or prediction not in ("epsilon", "v_prediction") or "beta_schedule" not in config:
         raise ConfigurationError(
-            f"cannot train for {type(scheduler).__name__} with prediction_type={prediction!r} and {kind} times; "
-            "use one of flow matching (FlowMatchEulerDiscreteScheduler), or a DDPM-like one with epsilon or "
-            "v_prediction, if the denoiser predicts that; what consistency models learn of a teacher "
-            "(SCMScheduler) is up to a LightningModule of your own"
+            f"cannot train for {type(scheduler).__name__} with prediction_type={prediction!r}{times}; use one of "
+            "flow matching (FlowMatchEulerDiscreteScheduler), or a DDPM-like one with epsilon or v_prediction, if "
+            "the denoiser predicts that; what consistency models learn of a teacher (SCMScheduler) is up to a "
+            "LightningModule of your own"
         )
     # The scheduler's own where it has some: those of video models are shifted towards noise.
     table = getattr(scheduler, "alphas_cumprod", None)
