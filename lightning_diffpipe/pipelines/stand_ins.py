@@ -110,6 +110,12 @@ def dtype_of(part: Any) -> Any:
     return dtype
 
 
+class _Placed(StandIn):
+    """A stand-in that passes for its part, as pipelines look for device and type among modules alone."""
+
+    __class__ = property(lambda self: type(self._real))  # type: ignore[assignment]
+
+
 def placed(real: Any, device: torch.device) -> StandIn:
     """Returns a part that tells diffusers its type, and the device of its inputs, without a look at its modules.
 
@@ -122,7 +128,7 @@ def placed(real: Any, device: torch.device) -> StandIn:
         yield record(_diffusers_hook=record(get_hook=hooks.get))
         yield from real.modules()
 
-    return StandIn(real, device=device, modules=modules)
+    return _Placed(real, device=device, modules=modules)
 
 
 def torch_of_call(draw: Draw) -> StandIn:
