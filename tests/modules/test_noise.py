@@ -102,7 +102,7 @@ def test_a_generator_fixes_times_and_noise():
 
 
 def test_other_predictions_are_refused_with_the_known_ones():
-    with pytest.raises(ConfigurationError, match=r"prediction_type='sample' .*; use one of flow"):
+    with pytest.raises(ConfigurationError, match="prediction_type='sample'; use one of flow"):
         noise_schedule_of(diffusers.DDPMScheduler(prediction_type="sample"))
 
 
