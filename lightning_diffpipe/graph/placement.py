@@ -183,6 +183,7 @@ def place_parameters(
                 replacements[parameter] = _quantized(parameter, place)
             elif (placed := moved(parameter, place)) is not parameter:
                 replacements[parameter] = placed
+            take_from_file(parameter)
             continue
         value = parameter.detach()
         if is_traceable_wrapper_subclass(parameter):  # `.data` of these takes no plain tensor
@@ -296,6 +297,20 @@ def moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
         parameter.data = parameter.data.to(device)
     move_scales(parameter, device)
     return parameter
+
+
+def is_in_file(value: Tensor) -> bool:
+    """Returns whether a value is in the shared memory of a file, as of modules that are built (`building.py`)."""
+    if type(value) not in (Tensor, nn.Parameter) or value.device.type != "cpu":
+        return False
+    memory = value.untyped_storage()
+    return memory.filename is not None and memory.is_shared()
+
+
+def take_from_file(parameter: nn.Parameter) -> None:
+    """Copies a parameter that is in the memory of a file to memory of its own, where it can be trained."""
+    if is_in_file(parameter):
+        parameter.data = parameter.data.clone()
 
 
 def move_scales(parameter: Tensor, device: torch.device) -> None:
@@ -549,7 +564,10 @@ def keep_on_host(parameter: Tensor, value: Tensor) -> None:
 
 
 def load_back(
-    parameters: Iterable[Tensor], device: torch.device, root: nn.Module, quantizes: bool = True
+    parameters: Iterable[nn.Parameter],
+    device: torch.device,
+    root: nn.Module,
+    quantizes: bool = True,
 ) -> None:
     """Gives offloaded parameters their values for good, on a device.
 
@@ -572,6 +590,7 @@ def load_back(
             others[parameter] = _quantized(parameter, device)
         else:
             _hold(parameter, value.to(device))
+            take_from_file(parameter)
     replace_parameters(root, others)
 
 

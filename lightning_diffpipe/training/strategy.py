@@ -41,7 +41,18 @@ from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.comm.rendezvous import gloo_of_all_hosts
 from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError, raised_by_all
-from lightning_diffpipe.graph.placement import take_from_files
+from lightning_diffpipe.graph.building import (
+    built_in_files,
+    materialize,
+    refuse_without_values,
+)
+from lightning_diffpipe.graph.placement import (
+    held_bytes,
+    is_in_file,
+    stored_value,
+    take_from_file,
+    take_from_files,
+)
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 from lightning_diffpipe.graph.side_effects import generators_preserved
 from lightning_diffpipe.graph.trial import in_trial
@@ -96,6 +107,7 @@ from lightning_diffpipe.training.signals import GRACE_S, LockStep
 from lightning_diffpipe.viewing.report import report
 
 Auto = Literal["auto"]
+_MANY_BYTES = 2**30
 
 
 class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
@@ -284,6 +296,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Brings processes together, which shall go on from the same checkpoint, and says who loads data."""
         super().setup_environment()
         self.require_same_checkpoint()
+        materialize(self.lightning_module)
         put_off_runs(self._trainer)
         self._share_data_out(self._trainer)
 
@@ -314,6 +327,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         with raised_by_all():
+            refuse_without_values(self.lightning_module)
             refuse_unsupported(trainer, self)
             if fitting and self.world_size > 1:
                 refuse_on_several_ranks(trainer, self)
@@ -389,6 +403,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         module = self.lightning_module
         # Lightning lets the module think it is on its device before anything was moved there.
         module.cpu()
+        if self.world_size > 1:
+            _tell_of_memory(module)
         batch, self._arguments = first_batch(trainer, self)
         silence_watching(trainer)
         options = replace(self._options, **self._told_by_callbacks(trainer), seed=self.seed)
@@ -466,6 +482,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             return
         module: Any = self.lightning_module
         module.to(self.root_device)
+        for parameter in module.parameters():
+            take_from_file(parameter)
         frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
         versions = Versions(module, frozen, ())
 
@@ -479,6 +497,12 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Modules are built on the host; only a rank's own part ever reaches its device."""
         with self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Layers of `configure_model` take no memory until a rank places them."""
+        with built_in_files(self.lightning_module):
             yield
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -791,6 +815,16 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def _disconnect_data(self) -> None:
         if self._data_mesh is not None:
             self._data_mesh.disconnect()
+
+
+def _tell_of_memory(module: nn.Module) -> None:
+    """Says what a module takes in the memory of each rank before it is cut, if that is much."""
+    held = [p for p in module.parameters() if not is_in_file(p) and stored_value(p) is None]
+    if (num_bytes := sum(map(held_bytes, held))) > _MANY_BYTES:
+        rank_zero_info(
+            f"each rank has built {num_bytes / 2**30:.1f} GiB of weights in memory, and frees those of other ranks "
+            "when the module is cut; what is built in configure_model takes none until then"
+        )
 
 
 def _caches(trainer: Any) -> list[Any]:

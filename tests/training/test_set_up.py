@@ -8,13 +8,16 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.trainer.states import RunningStage
+from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.building import built_in_files
 from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.profiling.state import placed, undisturbed
+from lightning_diffpipe.training import strategy
 from tests.distributed.scenarios import fit_module, make, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
 
@@ -203,3 +206,17 @@ def test_a_trainer_can_be_pickled(stored, when):
     again.fit_loop.epoch_loop.max_steps = 3
     again.fit(make(), datamodule=Data())
     assert again.global_step == 3
+
+
+def test_weights_that_take_much_memory_before_they_are_cut_are_told(monkeypatch):
+    told = []
+    monkeypatch.setattr(strategy, "rank_zero_info", told.append)
+    large = nn.utils.skip_init(nn.Linear, 2**14, 2**15 + 1)  # pages that nobody has touched
+    strategy._tell_of_memory(large)
+    assert "has built 2.0 GiB of weights" in told.pop()
+    strategy._tell_of_memory(nn.Linear(4, 4))
+    with built_in_files(root := nn.Module()):
+        root.layer = nn.Linear(64, 2**13)
+    monkeypatch.setattr(strategy, "_MANY_BYTES", 2**16)
+    strategy._tell_of_memory(root)
+    assert not told
