@@ -300,15 +300,13 @@ def moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def is_in_file(value: Tensor) -> bool:
-    """Returns whether a value is in the shared memory of a file, as of modules that are built (`building.py`)."""
-    if type(value) not in (Tensor, nn.Parameter) or value.device.type != "cpu":
-        return False
-    memory = value.untyped_storage()
-    return memory.filename is not None and memory.is_shared()
+    """Returns whether a value is in the memory of a file without a name (`building.py`)."""
+    is_plain = type(value) in (Tensor, nn.Parameter) and value.is_cpu
+    return is_plain and value.is_shared() and value.untyped_storage().filename is not None
 
 
-def take_from_file(parameter: nn.Parameter) -> None:
-    """Copies a parameter that is in the memory of a file to memory of its own, where it can be trained."""
+def take_from_file(parameter: Tensor) -> None:
+    """Copies a parameter that is in the memory of a file to memory of its own."""
     if is_in_file(parameter):
         parameter.data = parameter.data.clone()
 
@@ -564,10 +562,7 @@ def keep_on_host(parameter: Tensor, value: Tensor) -> None:
 
 
 def load_back(
-    parameters: Iterable[nn.Parameter],
-    device: torch.device,
-    root: nn.Module,
-    quantizes: bool = True,
+    parameters: Iterable[Tensor], device: torch.device, root: nn.Module, quantizes: bool = True
 ) -> None:
     """Gives offloaded parameters their values for good, on a device.
 

@@ -41,18 +41,8 @@ from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.comm.rendezvous import gloo_of_all_hosts
 from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError, raised_by_all
-from lightning_diffpipe.graph.building import (
-    built_in_files,
-    materialize,
-    refuse_without_values,
-)
-from lightning_diffpipe.graph.placement import (
-    held_bytes,
-    is_in_file,
-    stored_value,
-    take_from_file,
-    take_from_files,
-)
+from lightning_diffpipe.graph.building import built_bytes, built_in_files, materialize, refuse_unset
+from lightning_diffpipe.graph.placement import take_from_file, take_from_files
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 from lightning_diffpipe.graph.side_effects import generators_preserved
 from lightning_diffpipe.graph.trial import in_trial
@@ -327,7 +317,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         with raised_by_all():
-            refuse_without_values(self.lightning_module)
+            refuse_unset(self.lightning_module)
             refuse_unsupported(trainer, self)
             if fitting and self.world_size > 1:
                 refuse_on_several_ranks(trainer, self)
@@ -403,8 +393,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         module = self.lightning_module
         # Lightning lets the module think it is on its device before anything was moved there.
         module.cpu()
-        if self.world_size > 1:
-            _tell_of_memory(module)
+        if (num_bytes := built_bytes(module)) > _MANY_BYTES:
+            rank_zero_info(
+                f"{num_bytes / 2**30:.1f} GiB of weights take memory on each rank until it has its layers; what is "
+                "built in configure_model takes none"
+            )
         batch, self._arguments = first_batch(trainer, self)
         silence_watching(trainer)
         options = replace(self._options, **self._told_by_callbacks(trainer), seed=self.seed)
@@ -815,16 +808,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def _disconnect_data(self) -> None:
         if self._data_mesh is not None:
             self._data_mesh.disconnect()
-
-
-def _tell_of_memory(module: nn.Module) -> None:
-    """Says what a module takes in the memory of each rank before it is cut, if that is much."""
-    held = [p for p in module.parameters() if not is_in_file(p) and stored_value(p) is None]
-    if (num_bytes := sum(map(held_bytes, held))) > _MANY_BYTES:
-        rank_zero_info(
-            f"each rank has built {num_bytes / 2**30:.1f} GiB of weights in memory, and frees those of other ranks "
-            "when the module is cut; what is built in configure_model takes none until then"
-        )
 
 
 def _caches(trainer: Any) -> list[Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.building import built_in_files, materialize, refuse_without_values
+from lightning_diffpipe.graph.building import built_in_files, materialize, refuse_unset
 from lightning_diffpipe.graph.placement import is_in_file, place_parameters
 from lightning_diffpipe.host_memory import trim
 from tests.distributed.stored import LINUX
@@ -80,7 +80,7 @@ def test_layers_of_torch_are_reset_in_the_order_of_constructors(build):
         root = build()
     torch.manual_seed(5)
     materialize(root)
-    refuse_without_values(root)
+    refuse_unset(root)
     for name, value in root.state_dict().items():
         assert torch.equal(value, expected[name]), name
     if isinstance(root, nn.LSTM):
@@ -99,18 +99,17 @@ def test_what_has_got_no_value_is_named():
     with torch.device("meta"):
         root = nn.Sequential(nn.Linear(2, 2), Table())
     with pytest.raises(ConfigurationError, match=r"^0.weight was made on the meta device"):
-        refuse_without_values(root)
+        refuse_unset(root)
     materialize(root)
-    with pytest.raises(ConfigurationError, match=r"^1.table .* Table has no reset_parameters"):
-        refuse_without_values(root)
+    with pytest.raises(ConfigurationError, match=r"^1.table .* no reset_parameters.* of its Table"):
+        refuse_unset(root)
     root[1].table = torch.arange(5)
-    refuse_without_values(root)
+    refuse_unset(root)
 
 
 def test_without_room_for_files_layers_are_in_memory(monkeypatch, tmp_path):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
     root = nn.Module()
-    with pytest.warns(UserWarning, match="let TMPDIR be"), built_in_files(root):
+    with pytest.warns(UserWarning, match="let TMPDIR have room"), built_in_files(root):
         root.head = nn.Linear(256, 256)
     assert not is_in_file(root.head.weight)

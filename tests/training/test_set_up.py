@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric, SumMetric
 
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.building import built_in_files
+from lightning_diffpipe.graph.building import built_bytes, built_in_files
 from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.profiling.state import placed, undisturbed
 from lightning_diffpipe.training import strategy
@@ -210,13 +210,13 @@ def test_a_trainer_can_be_pickled(stored, when):
 
 def test_weights_that_take_much_memory_before_they_are_cut_are_told(monkeypatch):
     told = []
-    monkeypatch.setattr(strategy, "rank_zero_info", told.append)
-    large = nn.utils.skip_init(nn.Linear, 2**14, 2**15 + 1)  # pages that nobody has touched
-    strategy._tell_of_memory(large)
-    assert "has built 2.0 GiB of weights" in told.pop()
-    strategy._tell_of_memory(nn.Linear(4, 4))
+    monkeypatch.setattr(strategy, "rank_zero_info", lambda text, *_: told.append(text))
+    module = make(TinyDiffusion)
+    held = sum(p.nbytes for p in module.parameters())
+    for most in (held, held - 1):
+        monkeypatch.setattr(strategy, "_MANY_BYTES", most)
+        fit_module(module, max_steps=1)
+    assert sum("0.0 GiB of weights take memory" in text for text in told) == 1
     with built_in_files(root := nn.Module()):
-        root.layer = nn.Linear(64, 2**13)
-    monkeypatch.setattr(strategy, "_MANY_BYTES", 2**16)
-    strategy._tell_of_memory(root)
-    assert not told
+        root.layer = nn.Linear(64, 2**13, bias=False)
+    assert built_bytes(root) == 0
