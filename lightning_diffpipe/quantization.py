@@ -504,6 +504,8 @@ def require_kernels(
         small = torch.ones(256, 256, dtype=dtype, device=device)
         try:
             F.linear(small, how.quantize(small))
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # packages assert, import and raise all kinds
             raise ConfigurationError(
                 f"{device} cannot quantize weights so, or multiply by them: {type(error).__name__}: "

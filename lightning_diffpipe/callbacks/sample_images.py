@@ -18,6 +18,7 @@ all samples do.
 
 import contextlib
 import functools
+import inspect
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,7 @@ _NUM_CAPTIONS = 8
 _NUM_FRAMES = 8  # at most, of a video
 _NUM_COLUMNS = 8  # at most, of sampled steps side by side
 _COLUMN_PIXELS = 256  # at most, their width
+_OWN_ARGUMENTS = ("prompts", "num_inference_steps", "guidance_scale", "generator", "condition")
 
 
 def image_grid(images: Tensor, columns: int = 8) -> Image.Image:
@@ -115,15 +117,29 @@ class SamplingCallback(L.Callback):
         self.seed = seed
         self.num_patches = num_patches
         self.call = dict(call or {})
+        if named := sorted({*_OWN_ARGUMENTS} & self.call.keys()):
+            raise ConfigurationError(
+                f"call={self.call} has {', '.join(named)}, which the callback gives itself; leave them out, and "
+                "set num_inference_steps, guidance_scale, seed and prompts"
+            )
         self.draws_by_layers = False  # PipeFusion has refused the model, or its partition
 
     def require_sample(self, module: L.LightningModule) -> None:
-        """Raises ConfigurationError for a module that cannot sample."""
-        if not callable(getattr(module, "sample", None)):
+        """Raises ConfigurationError for a module that cannot sample, or not with the arguments of `call`."""
+        sample = getattr(module, "sample", None)
+        if not callable(sample):
             raise ConfigurationError(
                 f"{type(self).__name__} samples with the module's own sample(prompts, num_inference_steps, "
                 f"guidance_scale, generator), and {type(module).__name__} has none; write one that returns images, "
                 "(N, 3, H, W) in [0, 1], or leave the callback out"
+            )
+        takes = inspect.signature(sample).parameters
+        takes_any = any(each.kind == each.VAR_KEYWORD for each in takes.values())
+        unknown = sorted(self.call.keys() - takes.keys())
+        if unknown and not takes_any:
+            raise ConfigurationError(
+                f"{type(module).__name__}.sample takes no {', '.join(unknown)}, as call={self.call} has; it takes "
+                f"{', '.join(takes)}"
             )
 
     @torch.no_grad()
@@ -213,7 +229,14 @@ class SampleImages(SamplingCallback):
     @property
     def state_key(self) -> str:
         """A key for each of several in a trainer, by prompts and settings."""
-        names = ("every_n_steps", "num_inference_steps", "guidance_scale", "seed")
+        names = (
+            "every_n_steps",
+            "num_inference_steps",
+            "guidance_scale",
+            "seed",
+            "num_patches",
+            "call",
+        )
         settings = {name: getattr(self, name) for name in names}
         return self._generate_state_key(prompts=self._named, **settings)
 

@@ -133,9 +133,8 @@ def _sheet(shown: dict[Any, list[Any]]) -> Any:
             levels = (pixels * 255).round().byte().permute(1, 2, 0).numpy()
             left = _MARGIN + place * (width + _MARGIN)
             row.paste(Image.fromarray(levels).resize((width, _HEIGHT)), (left, line))
-            caption = " ".join(
-                sample["caption"].split()
-            )  # one line, which is shortened to the image's width
+            caption = " ".join(sample["caption"].split())
+            # One line, which is shortened to the image's width.
             while font.getlength(caption) > width:
                 caption = caption[: -max(1, len(caption) // 8)]
             draw.text((left, line + _HEIGHT + 2), caption, "black", font)

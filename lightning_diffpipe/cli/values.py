@@ -17,7 +17,6 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError
 
 from lightning_diffpipe.cli.launch import own_rank
 from lightning_diffpipe.errors import (
@@ -111,23 +110,15 @@ def refuse_settings(config: DictConfig, expected: DictConfig, verb: str) -> None
             raise ConfigurationError(
                 f"{name}={config[name]} is no group of settings; leave it out, or take one that --help lists"
             )
-    names = [str(name) for name in expected]
+    text, names = OmegaConf.to_yaml(config), [str(name) for name in expected]
     for name in map(str, config):
-        if name not in names and not _is_read(config, name):
+        # As the first name of an interpolation, or within a resolver's, and not as a later one of a path.
+        is_read = re.search(rf"\$\{{[^}}]*(?<![\w.]){re.escape(name)}\b", text)
+        if name not in names and not is_read:
             raise ConfigurationError(
                 f"{name} changes nothing, as no setting has this name or refers to it; `diffpipe {verb} --help` "
                 f"shows those of {', '.join(names)}"
             )
-
-
-def _is_read(config: DictConfig, name: str) -> bool:
-    """Returns whether another setting refers to this one."""
-    others = OmegaConf.masked_copy(config, [key for key in config if key != name])
-    try:
-        OmegaConf.resolve(others)
-    except InterpolationKeyError:
-        return True
-    return False
 
 
 @raised_by_all()

@@ -34,6 +34,7 @@ _TAG = 3_777_777
 _EQUAL_MEMORY = 1.05  # cards of one kind differ by some megabytes
 _MIN_REPEATS, _MAX_REPEATS = 3, 20
 _BUDGET_OF_TRAINING_S = 0.5
+_LONGEST_MESSAGE_S = 2.0
 _NUM_TENSORS, _CACHED_BYTES, _COPIED_BYTES = 4, 1 << 25, 1 << 24
 _HELD_BACK_SHARE, _HELD_BACK_BYTES = 0.08, 1 << 30
 
@@ -215,7 +216,8 @@ class _LinkBench:
             # Two make a line; a slow link would take minutes for the others.
             if len(medians_s) >= 2:
                 before, last_s = medians_s[-1]
-                ends = torch.tensor([last_s * size / before > 4 * budget_s], device=self._device)
+                next_s = last_s * size / before
+                ends = torch.tensor([next_s > _LONGEST_MESSAGE_S], device=self._device)
                 dist.broadcast(ends, src=self._ranks[0], group=self._group)
                 if ends:
                     break

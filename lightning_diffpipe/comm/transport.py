@@ -139,8 +139,9 @@ class Transport:
 
     def come_to(self, instruction: Instruction) -> None:
         """Begins the posted receives that belong before an instruction which the program has reached."""
-        for key in self._receives_before.get(instruction, ()) if self._receives_before else ():
-            self._begin(key)
+        if self._receives_before:  # over NCCL only; elsewhere no instruction is hashed for nothing
+            for key in self._receives_before.get(instruction, ()):
+                self._begin(key)
 
     def _begin(self, key: MessageKey) -> _AwaitedWork:
         mesh, posted = self._mesh, self._posted[key]

@@ -29,11 +29,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from PIL import Image
 
 from lightning_diffpipe.data.pixels import IMAGES, VIDEOS
 from lightning_diffpipe.errors import ConfigurationError, DataError
 
 METADATA = ("metadata.jsonl", "metadata.csv")
+_KINDS = mimetypes.MimeTypes()  # Python's own; those of the host differ from machine to machine
 
 
 class Entry(NamedTuple):
@@ -99,7 +101,8 @@ class Listing:
                     raise
                 errors.append(error)
         if not entries:
-            inner = [each.name for each in sorted(self.folder.iterdir()) if each.is_dir()]
+            paths = sorted(self.folder.iterdir())
+            inner = [x.name for x in paths if x.is_dir() and not x.name.startswith(".")]
             named = f", or name its folders ({inner[0]}), which are not searched" if inner else ""
             raise ConfigurationError(
                 f"folder={self.folder} lists no image{' that can be used' if errors else ''}; give each a line of "
@@ -271,7 +274,11 @@ class Listing:
 
 def _shows(path: Path) -> bool:
     """Returns whether a file is an image or a video of any kind, by its ending."""
-    return (mimetypes.guess_type(path.name)[0] or "").startswith(("image/", "video/"))
+    kind = _KINDS.guess_type(path.name)[0] or ""
+    return (
+        kind.startswith(("image/", "video/"))
+        or path.suffix.lower() in Image.registered_extensions()
+    )
 
 
 def _stem(path: Path) -> str:

@@ -47,7 +47,15 @@ from lightning_diffpipe.graph.side_effects import (
 )
 from lightning_diffpipe.graph.step import StepCall, loss_of
 from lightning_diffpipe.graph.trial import plain_state, untouched
-from lightning_diffpipe.graph.view import DummyMemory, Stop, StubbedRun, View, is_equal, not_probed
+from lightning_diffpipe.graph.view import (
+    DummyMemory,
+    NumberMemory,
+    Stop,
+    StubbedRun,
+    View,
+    is_equal,
+    not_probed,
+)
 
 _Read = tuple[int, Any]
 
@@ -231,10 +239,10 @@ class CallSequenceView(View):
         return not all(bool(are_equal(values[0], later)) for later in values[1:])
 
     def carried(self, call: StepCall, seed: int) -> Carried | None:
-        """Returns what equal runs carry from one to the next, so that layers get something else, or the loss is.
+        """Returns the state that a run of the step reads of an equal one before; None without, or if a run fails.
 
-        Counters are put back. None also if a run fails. For views whose layers return numbers, as NaN would
-        hide what enters after the first of them.
+        It is seen by arguments of layers and by the loss. Counters and generators of one's own are put back. For
+        views with `NumberMemory`, as NaN would hide what enters after the first layer.
         """
         runs, states = list[tuple[CallSequence, list[Any]]](), list[dict[str, list[Any]]]()
         # As in stages, what the step leaves set remains.
@@ -242,28 +250,29 @@ class CallSequenceView(View):
 
         def run() -> None:
             self.sums = []
-            sequence, _replay = self.record(call, seed)
-            runs.append((sequence, self.sums))
+            with (
+                generators_preserved(self.root),
+                contextlib.suppress(Exception),
+            ):  # of any code, as above
+                sequence, _replay = self.record(call, seed)
+                runs.append((sequence, self.sums))
 
         def are_alike() -> bool:
             (sequence, sums), (again, others) = runs[-2:]
             return sequence == again and bool(are_equal(sums, others))
 
-        with contextlib.suppress(Exception):  # of any code, as above
-            with untouched(self.root), generators_preserved(self.root):
-                for _ in range(3):  # the first may store what is computed once
-                    run()
-                    states.append(plain_state(self.root))
-            if are_alike():
-                return None
-            for _ in range(2):
-                with untouched(self.root), generators_preserved(self.root):
-                    run()
-            _, before, after = states
-            return Carried(
-                tuple(sorted(n for n in after if before.get(n) != after[n])), are_alike()
-            )
-        return None
+        with untouched(self.root):
+            for _ in range(3):  # the first may store what is computed once
+                run()
+                states.append(plain_state(self.root))
+        if len(runs) < 3 or are_alike():
+            return None
+        for _ in range(2):
+            with untouched(self.root):
+                run()
+        _, before, after = states
+        names = tuple(sorted(n for n in after if before.get(n) != after[n]))
+        return Carried(names, len(runs) == 5 and are_alike())
 
     def count(self) -> None:
         """Sets counters of the step to what they are after the latest batch."""
@@ -426,7 +435,7 @@ def survey(
                 return [(sequence, replace(replay, moment=moment))]
             return []
 
-        numbers = CallSequenceView(root, graph, interception, DummyMemory(0.5), lenient=True)
+        numbers = CallSequenceView(root, graph, interception, NumberMemory(), lenient=True)
         carried = numbers.carried(*trial(0, 0)[:2])
         moves_frozen = runs_ahead and view.moves_frozen(*trial(0, 0)[:2], moments)
         if not (graph.counters or graph.generators):
@@ -539,12 +548,11 @@ class _CallSequenceRun(StubbedRun):
             self._reads.update((len(self._calls), label) for label in seen if label is not None)
 
     def _sum(self, tree: Any) -> None:
-        """Notes numbers and the sums of tensors, to be compared with those of an equal run."""
+        """Records numbers and sums of tensors, to be compared with those of an equal run; objects may be new."""
         if self._view.sums is not None:
             leaves = pytree.tree_leaves(tree)
-            self._view.sums += (
-                x.detach().sum() if isinstance(x, torch.Tensor) else x for x in leaves
-            )
+            self._view.sums += (x for x in leaves if isinstance(x, CONSTANT_TYPES))
+            self._view.sums += (tensor.detach().sum() for tensor in tensors_in(tree))
 
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Mutes what is logged, and notes what it reads."""

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.fakes import SHARED_ATTRIBUTES
 from lightning_diffpipe.graph.placement import has_own_tensors, own_tensors, readable
+from lightning_diffpipe.graph.versions import version_of
 
 HooksOf = Mapping[nn.Parameter, tuple[Mapping[int, Callable[..., Any]], ...]]
 """By parameter, hooks on its gradient and those that follow its accumulation, by number."""
@@ -89,7 +90,7 @@ _CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict, Count
 _MAPPINGS = (dict, types.MappingProxyType)
 _MOST_ENTRIES = 1000  # of a container that is searched for others: each step does
 _MOST_BYTES = 2**20  # of a tensor that is copied in case it is written in place
-_STATES: tuple[type, ...] = (bool, int, float, str, type(None), Tensor)
+_STATES: tuple[type, ...] = (bool, int, float, str, type(None), Tensor, np.ndarray)
 _LIBRARIES = {"torch", "lightning", "lightning_utilities", "lightning_diffpipe"}
 _WITHOUT_STATE = _LIBRARIES | sys.stdlib_module_names - {"types", "argparse"}  # but for namespaces
 _MISSING = object()
@@ -116,10 +117,11 @@ def _entries_of(kind: type) -> Callable[[Any], Any] | None:
     return None if kind.__module__.partition(".")[0] in _WITHOUT_STATE else vars
 
 
-class _Replayed(Iterator[Any]):
+class _Rewound(Iterator[Any]):
     """An iterator that trial runs read, which gives what they got of it once more; else it behaves like that.
 
-    A copy would share what it iterates over with the iterator itself, if that is one as well, as of `zip`.
+    A copy would share what it iterates over with the iterator itself, if that is one as well, as of `zip`. What is
+    sent into a generator, it gets at once, and not again.
     """
 
     def __init__(self, source: Any) -> None:
@@ -148,14 +150,13 @@ class _Replayed(Iterator[Any]):
         return f"{self.source!r} after {self.position}"
 
 
-_COUNTED = (int, float, str, _Replayed)
+_COUNTED = (int, float, str, _Rewound)
 
 
 def _is_iterator(kind: type) -> bool:
-    """Returns whether the state of an iterator is nowhere but in it: that of other objects is restored."""
-    return (
-        hasattr(kind, "__next__") and _entries_of(kind) is None and not issubclass(kind, io.IOBase)
-    )
+    """Returns whether a kind is one of iterators whose state is nowhere but in them: other objects' is restored."""
+    others = nn.Module | Tensor | type | io.IOBase
+    return hasattr(kind, "__next__") and _entries_of(kind) is None and not issubclass(kind, others)
 
 
 def _copied(holder: Any) -> Any:
@@ -194,12 +195,12 @@ def _rebind(owner: Any, before: Mapping[str, Any], kinds: tuple[type, ...]) -> N
             _put(owner, name, old)
 
 
-def _put(owner: Any, name: str, value: Any) -> None:
-    """Sets an attribute of a module, class or file, or an entry of a dict."""
+def _put(owner: Any, name: Any, value: Any) -> None:
+    """Sets an attribute of a module, class or file, or an entry of a dict or list."""
     if isinstance(owner, type):
         type.__setattr__(owner, name, value)
     else:
-        (owner if isinstance(owner, dict) else vars(owner))[name] = value
+        (owner if isinstance(owner, dict | list | deque) else vars(owner))[name] = value
 
 
 _users: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
@@ -235,9 +236,13 @@ def _attributes_restored(
     ]
     owners |= {vars(root)[n]: _STATES for n in SHARED_ATTRIBUTES if vars(root).get(n) is not None}
     held = list({id(each): each for each in _holders(values)}.values())
+    # Parameters are not written by steps, and buffers are restored by themselves.
+    tables = {id(vars(m).get(n)) for m in owners for n in ("_parameters", "_buffers", "_modules")}
+    small = [each for each in held if len(each) <= _MOST_ENTRIES and id(each) not in tables]
     attributes = [vars(owner) for owner in owners]
     maps = [(owner, vars(owner)) for owner, kinds in owners.items() if kinds is not _STATES]
-    maps += ((each, each) for each in held if isinstance(each, dict))
+    maps += ((each, each) for each in small if isinstance(each, dict))
+    maps += ((each, dict(enumerate(each))) for each in small if isinstance(each, list | deque))
     kinds_held = set[type]().union(*(map(type, each.values()) for _, each in maps))
     iterators = set(filter(_is_iterator, kinds_held))
     places = [
@@ -247,14 +252,14 @@ def _attributes_restored(
         for name, value in each.items()
         if type(value) in iterators
     ]
-    replayed = {id(x): x if isinstance(x, _Replayed) else _Replayed(x) for _, _, x in places}
+    replayed = {id(x): x if isinstance(x, _Rewound) else _Rewound(x) for _, _, x in places}
     for owner, name, value in places:
         _put(owner, name, replayed[id(value)])
     positions = [iterator.position for iterator in replayed.values()]
     copies = [_copied(each) or {} for each in attributes]
     snapshots = list(zip(owners, copies, owners.values(), strict=True))
     holders = [(each, _copied(each)) for each in held]
-    for each in held:
+    for each in small:
         values += each.values() if isinstance(each, dict) else each
     try:
         with _written_restored(values):
@@ -306,17 +311,19 @@ def _written_restored(values: Iterable[Any]) -> Iterator[None]:
     written = [value for value in values if type(value) in (Tensor, np.ndarray)]
     states = list({id(value): value for value in written if _may_be_written(value)}.values())
     copies = [x.clone() if isinstance(x, Tensor) else x.copy() for x in states]
+    versions = [version_of(x) if isinstance(x, Tensor) else 0 for x in states]
     try:
         yield
     finally:
-        for state, value in zip(states, copies, strict=True):
+        for state, value, version in zip(states, copies, versions, strict=True):
             if isinstance(state, np.ndarray):
                 state[...] = value
                 continue
             if state.requires_grad and not state._is_view():
                 state.detach_()  # the graph of what was added to it
-            # Memory of the host may be read-only; for a GPU to compare it would have to be waited for.
-            if state.device.type != "cpu" or not torch.equal(state, value):
+            # Only what was written, as autograd may have saved it; a GPU would have to be waited for.
+            is_host = state.device.type == "cpu"
+            if not torch.equal(state, value) if is_host else version_of(state) != version:
                 with torch.inference_mode(state.is_inference()):
                     state.copy_(value)
 

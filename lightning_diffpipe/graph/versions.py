@@ -13,7 +13,7 @@ import hashlib
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -176,6 +176,7 @@ def digest_of_tensor(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
+_MOST_ENTRIES = 1000  # of a dict whose numbers are compared: larger ones are tables
 _NUM_ELEMENTS = 16  # of each tensor that are compared
 _NUM_UPDATES = 3  # of the optimizer, after which no GPU is waited for any more
 
@@ -201,7 +202,8 @@ class Versions:
         parts: Collection[str] = (),
     ) -> None:
         modules = {m for part in parts for m in root.get_submodule(part).modules()}
-        dicts = [d for m in modules for d in vars(m).values() if type(d) is dict]
+        values = (value for m in modules for value in vars(m).values())
+        dicts = [x for x in values if type(x) is dict and len(x) <= _MOST_ENTRIES]
         self._numbers = [
             (held, name)
             for held in (*map(vars, modules), *dicts)
@@ -221,9 +223,7 @@ class Versions:
 
     def note(self, before_update: bool = False) -> None:
         """Notes the present versions: changes count from now on; `before_update` if the optimizer steps next."""
-        pairs = zip(self._numbers, self._values, self._present(), strict=True)
-        self._numbers = [place for place, value, now in pairs if value is now or value == now]
-        self._values = self._present()
+        self._forget_changed(self._values)
         before, self._recorded = self._recorded, self._now()
         if not _same(before, self._recorded):  # pieces share the tensors' memory
             present = [tensor for tensor in self._recorded[0] if tensor is not None]
@@ -232,6 +232,21 @@ class Versions:
         if self._num_updates >= _NUM_UPDATES:
             self._pieces = [pieces for pieces in self._pieces if not _waits_for(pieces[0])]
         self._elements = self._compared()
+
+    @contextlib.contextmanager
+    def changed_by_layers(self) -> Iterator[None]:
+        """Forgets the numbers that change inside, where layers run: they set these themselves."""
+        before = self._present()
+        try:
+            yield
+        finally:
+            self._forget_changed(before)
+
+    def _forget_changed(self, before: list[Any]) -> None:
+        """Compares those numbers no more that have changed since `before`."""
+        places = zip(self._numbers, self._values, before, self._present(), strict=True)
+        kept = [(p, value) for p, value, old, now in places if old is now or old == now]
+        self._numbers, self._values = [p for p, _ in kept], [value for _, value in kept]
 
     def changed(self) -> bool:
         """Returns whether anything was written or replaced since; takes 1 ms for a thousand tensors, about."""

@@ -82,22 +82,28 @@ class DummyMemory:
     look right. They are no inference tensors, as writing into one leaves no trace.
     """
 
-    def __init__(self, value: float = math.nan) -> None:
-        self._value, self._largest = value, dict[tuple[torch.dtype, str], Tensor]()
+    _spacing = 0  # elements between the first ones of two dummies
+
+    def __init__(self) -> None:
+        self._largest: dict[tuple[torch.dtype, str], Tensor] = {}
         self._versions: dict[tuple[torch.dtype, str], int] = {}
 
     @torch.inference_mode(False)
-    def of(self, spec: TensorSpec) -> Tensor:
-        """Returns a tensor of the right shape, strides and type; memory grows to that of the largest one."""
-        key = (spec.dtype, spec.device)
-        memory, size = self._largest.get(key), torch.Size(spec.shape).numel()
+    def of(self, spec: TensorSpec, number: int = 0) -> Tensor:
+        """Returns a dummy of the right shape, strides and type; memory grows to that of the largest one."""
+        key, first = (spec.dtype, spec.device), number * self._spacing
+        memory, size = self._largest.get(key), first + torch.Size(spec.shape).numel()
         if memory is None:
             memory = self._largest[key] = torch.empty(0, dtype=spec.dtype, device=spec.device)
         if memory.numel() < size:  # in place, as dummies made before are views of it
+            memory.resize_(size)
             floating = spec.dtype.is_floating_point or spec.dtype.is_complex
-            memory.resize_(size).fill_(self._value if floating else 0)
+            self._fill(memory) if floating else memory.fill_(0)
             self._versions[key] = memory._version
-        return memory.as_strided(spec.shape, spec.stride)
+        return memory.as_strided(spec.shape, spec.stride, first)
+
+    def _fill(self, memory: Tensor) -> None:
+        memory.fill_(math.nan)
 
     def require_unwritten(self) -> None:
         """Raises GraphError if dummies were written."""
@@ -107,6 +113,16 @@ class DummyMemory:
                     f"the step writes in place into a {key[0]} output of a layer, which it did not when it was "
                     "probed. Write into a copy, or from the first step on"
                 )
+
+
+class NumberMemory(DummyMemory):
+    """Memory of dummies that are numbers, others for each, so that no difference between two is zero."""
+
+    _spacing = 8
+
+    def _fill(self, memory: Tensor) -> None:
+        places = torch.arange(len(memory), dtype=torch.float64, device=memory.device)
+        memory.copy_((places * 0.618).frac() + 0.5)
 
 
 def _by_layer(keys: Any) -> dict[int, frozenset[int]]:
@@ -175,7 +191,7 @@ class View:
         """Stands for an output of a foreign layer that nothing here reads."""
         key = (layer.index, leaf)
         if key not in self._dummies:
-            self._dummies[key] = self.dummy_memory.of(layer.outputs[leaf])
+            self._dummies[key] = self.dummy_memory.of(layer.outputs[leaf], len(self._dummies))
         dummy = self._dummies[key]
         return dummy.clone() if leaf in layer.mutated else dummy.detach()
 

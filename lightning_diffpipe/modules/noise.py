@@ -11,6 +11,7 @@ Everything here is fp32, whatever precision the denoiser runs in: in bf16, which
 mantissa, neighbouring time steps would have the same alpha.
 """
 
+import functools
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -124,7 +125,8 @@ class Noise:
             return None
         low, high = span or (0, math.inf)
         most = math.inf if self.max_timestep is None else self.max_timestep
-        return max(low, self.min_timestep), min(high, most)
+        low = max(low, self.min_timestep)
+        return low, max(low, min(high, most))
 
     def sample_times(
         self,
@@ -290,6 +292,17 @@ class _Schedule:
         return torch.stack([torch.stack([metrics[name] for name in row]) for row in names])
 
 
+@functools.lru_cache(maxsize=64)  # a training asks for each microbatch
+def _indices_in(span: Span, count: int, shift: float, inverted: bool) -> range:
+    """Returns the indices of shifted timesteps that are in a span."""
+    times = [1 - i / count for i in range(count)]
+    # Rounded, as the end of a span may be a timestep itself: 0.7, shifted by 3, is 0.875.
+    steps = [round(count * shift * t / (1 + (shift - 1) * t), 6) for t in times]
+    if inverted:
+        return range(*(sum(count - step < end for step in steps) for end in span))
+    return range(*(sum(step >= end for step in steps) for end in reversed(span)))
+
+
 def _per_sample(values: Tensor, like: Tensor) -> Tensor:
     return values.reshape(-1, *(1,) * (like.ndim - 1))
 
@@ -362,16 +375,10 @@ class FlowMatching(_Schedule):
 
     def _steps_of(self, span: Span, shape: Sequence[int]) -> tuple[range, tuple[float, float]]:
         """Returns the indices of timesteps in a span, and the quantiles between which they are sampled."""
-        count, shift = self.num_timesteps, self._shift_of(shape)
-        times = [1 - i / count for i in range(count)]
-        # Rounded, as the end of a span may be a timestep itself: 0.7, shifted by 3, is 0.875.
-        steps = [round(count * shift * t / (1 + (shift - 1) * t), 6) for t in times]
-        if self.inverted:
-            start, stop = (sum(count - step < end for step in steps) for end in span)
-        else:
-            start, stop = (sum(step >= end for step in steps) for end in reversed(span))
-        low, high = (self.noise.probability(n / count) for n in (start, stop))
-        return range(start, stop), (low, high)
+        count = self.num_timesteps
+        steps = _indices_in(span, count, self._shift_of(shape), self.inverted)
+        low, high = (self.noise.probability(n / count) for n in (steps.start, steps.stop))
+        return steps, (low, high)
 
     def noise_by_signal(self, timesteps: Tensor) -> Tensor:
         """See `_Schedule`."""

@@ -11,7 +11,7 @@ another one, named in its index relative to itself: `"_other_parts": "../glyphs"
 
 A training checkpoint holds weights but no configs. So the configs and vocabularies of all parts,
 which are small text files, travel in the checkpoint, and `from_checkpoint` needs nothing else; where adapters are
-trained, the folder of the model below them (`base_model`).
+trained, the folder of the model below them (`part_files`).
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from transformers import BatchEncoding, BatchFeature
 
 from lightning_diffpipe.errors import ConfigurationError
 
+_TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # said once by a tokenizer of transformers
 Draw = Callable[[Sequence[int]], Tensor]
 """Gives the noise of a shape."""
 
@@ -114,7 +115,12 @@ def dtype_of(part: Any) -> Any:
 class _Placed(StandIn):
     """A stand-in that passes for its part, as pipelines look for device and type among modules alone."""
 
-    __class__ = property(lambda self: type(self._real))  # type: ignore[assignment]
+    @property
+    def __class__(self) -> Any:
+        part = self._real
+        while type(part) is StandIn:
+            part = part.real
+        return type(part)
 
 
 def placed(real: Any, device: torch.device) -> StandIn:
@@ -210,9 +216,6 @@ class PaddingTokenizer(StandIn):
 
     def __init__(self, real: Any, note: Callable[..., None]) -> None:
         super().__init__(real, _text=None, _answer=None, _length=None, _note=note)
-        # `note` tells what is too long; the tokenizer's own warning would come again in each trial run.
-        warned = getattr(real, "deprecation_warnings", {})
-        warned["sequence-length-is-longer-than-the-specified-maximum"] = True
 
     def __call__(self, text: Any = None, *args: Any, **options: Any) -> Any:
         """Tokenizes."""
@@ -221,7 +224,10 @@ class PaddingTokenizer(StandIn):
                 return BatchEncoding({name: ids[:, :1] for name, ids in self._answer.items()})
         elif options.get("truncation") and options.get("padding") in (True, "longest"):
             options["padding"] = "max_length"
-        self._text, self._answer = text, self._real(text, *args, **options)
+        # `note` tells what is too long; the tokenizer's own warning would come again in each trial run.
+        warned = getattr(self._real, "deprecation_warnings", {})
+        with mock.patch.dict(warned, {_TOO_LONG: True}):
+            self._text, self._answer = text, self._real(text, *args, **options)
         self._length = None
         if options.get("truncation"):
             self._length = options.get("max_length") or self._real.model_max_length
@@ -235,7 +241,8 @@ class PaddingTokenizer(StandIn):
         The call would look for it in vain. Words of a caption are no markers, which the vocabulary lists as added.
         """
         ids = self._real.convert_tokens_to_ids(tokens)
-        if self._length is not None and tokens in self._real.get_added_vocab():
+        is_one = self._length is not None and isinstance(tokens, str)
+        if is_one and tokens in self._real.get_added_vocab():
             texts = [self._text] if isinstance(self._text, str) else list(self._text)
             rows = torch.as_tensor(self._answer["input_ids"]).reshape(len(texts), -1)
             found = (rows == ids).sum(dim=1).tolist()

@@ -465,8 +465,14 @@ class QuantizedWeights(ChangedWeights):
 
     def quantized_bytes(self) -> Mapping[str, int]:
         """See `Weights`."""
-        read, items = self._weights.read, self._members.items()  # mapped, so that nothing is read
-        return {name: sum(x.nbytes for _, x in read(each.values())) for name, each in items}
+        members = [name for each in self._members.values() for name in each.values()]
+        sizes = {
+            name: x.nbytes for name, x in self._weights.read(members)
+        }  # mapped: nothing is read
+        return {
+            name: sum(sizes[member] for member in each.values())
+            for name, each in self._members.items()
+        }
 
     def _made(self, name: str, tensors: dict[str, Tensor]) -> QuantizedWeight:
         if self._header:

@@ -622,8 +622,11 @@ def _dry_run_of(call: PipelineCall) -> Call:
     """Returns a call's request; some pipelines refuse lists of one text, whatever their annotations say."""
     try:
         return dry_run_of(call)
+    except DiffPipeError:
+        raise
     except (TypeError, ValueError):
-        lists = {n: v for n, v in call.arguments.items() if isinstance(v, list) and len(v) == 1}
+        lists = {n: call.arguments.get(n) for n in ("prompt", "negative_prompt")}
+        lists = {n: v for n, v in lists.items() if isinstance(v, list) and len(v) == 1}
         texts = {n: v[0] for n, v in lists.items() if isinstance(v[0], str)}
         if texts:
             with contextlib.suppress(TypeError, ValueError):

@@ -133,14 +133,16 @@ class PipelineLoader:
         sampler = getattr(batches, "sampler", None) or loader.sampler
         makers = (getattr(each, "generator", None) for each in (loader, batches, sampler))
         states = [(maker, maker.get_state()) for maker in makers if maker is not None]
-        with isolated_random_numbers(self._seed_of_order("every sample")):
-            if type(batches) is not BatchSampler:
-                return list(loader._index_sampler)
-            samples, number = list(sampler), batches.batch_size
-            if batches.drop_last:  # training knows whole batches only
-                samples += samples[: -len(samples) % number]
-        for maker, state in states:
-            maker.set_state(state)
+        try:
+            with isolated_random_numbers(self._seed_of_order("every sample")):
+                if type(batches) is not BatchSampler:
+                    return list(loader._index_sampler)
+                samples, number = list(sampler), batches.batch_size
+        finally:
+            for maker, state in states:
+                maker.set_state(state)
+        if batches.drop_last:  # training knows whole batches only
+            samples += samples[: -len(samples) % number]
         return [samples[first : first + number] for first in range(0, len(samples), number)]
 
     def read(self, batches: Sequence[Any], name: str) -> Iterator[Any]:

@@ -287,6 +287,11 @@ class Pipeline:
         with self._relay.active():
             yield
 
+    def changed_by_layers(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, numbers that frozen layers change are their own, such as sizes that they store."""
+        ahead = vars(self).get("read_ahead")  # not yet made in the sanity check
+        return ahead.changed_by_layers() if ahead else contextlib.nullcontext()
+
     @contextlib.contextmanager
     def alone(self) -> Generator[None, None, None]:
         """Lets this rank, within `relayed`, call layers by itself, with the parameters that it has."""

@@ -275,8 +275,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Finds the checkpoint to go on from, before any process is started, and what a failed run has left."""
         self.refuse_alone()
         refuse_divided(arguments.get("model"))
-        with raised_by_all():
-            self._options.refuse_for(self.world_size)
+        if trainer.state.fn == TrainerFn.FITTING:  # nothing is planned for anything else
+            with raised_by_all():
+                self._options.refuse_for(self.world_size)
         self.choose_checkpoint(trainer, arguments)
 
     def setup_environment(self) -> None:
@@ -676,7 +677,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             if self._lock_step is not None:
                 self._lock_step.stop_pipeline_together()
             seed = derived_seed(pipeline.seed, name, pipeline.mesh.pipeline, *map(str, args[1:]))
-            with self.pipeline.relayed(), isolated_random_numbers(seed):
+            with pipeline.relayed(), isolated_random_numbers(seed), pipeline.changed_by_layers():
                 return step(*args, **kwargs)
 
     validation_step = partialmethod(_evaluate, "validation_step")  # type: ignore[assignment]

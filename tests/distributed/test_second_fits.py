@@ -108,7 +108,7 @@ def test_fits_one_after_the_other_measure_what_has_changed_and_are_exact():
         measured.append((runs["measure"] > 0, runs["measure_links"]))
         if not runs["measure"]:  # of either rank: the first one compares losses
             assert [n["training_step"] for *_, n in of_ranks] == [22, 16]
-            # How many of the four a fold runs depends on where the plan cuts; the rest runs on stubs, but for 18 in
-            # the looks for state that a step carries on (52 before).
+            # How many of the four a fold runs depends on where the plan cuts; in all other runs a block is a
+            # container of stubs, and each run of the step calls all four.
             assert max(n["block"] for *_, n in of_ranks) <= 70
     assert measured == [(True, 1), (False, 0), (False, 0), *[(True, 0)] * 4]
