@@ -146,7 +146,8 @@ def trained_on_a_folder(rank, folder, cache=None, num_stages=1):
         devices=num_stages, strategy=quick_strategy(num_stages=num_stages, num_microbatches=2),
         max_epochs=2, callbacks=[recorder, *caches],
     )  # fmt: skip
-    trainer.fit(module, datamodule=data)
+    with small_references():
+        trainer.fit(module, datamodule=data)
     return recorder.losses, [cache.memo for cache in caches]
 
 
