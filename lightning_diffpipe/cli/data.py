@@ -135,7 +135,7 @@ def _sheet(shown: dict[Any, list[Any]]) -> Any:
             row.paste(Image.fromarray(levels).resize((width, _HEIGHT)), (left, line))
             caption = shown_text = " ".join(sample["caption"].split())
             # One line, which is shortened to the image's width.
-            while font.getlength(shown_text) > width:
+            while caption and font.getlength(shown_text) > width:
                 caption = caption[: -max(1, len(caption) // 8)]
                 shown_text = f"{caption}\N{HORIZONTAL ELLIPSIS}"
             draw.text((left, line + _HEIGHT + 2), shown_text, "black", font)
