@@ -26,7 +26,7 @@ from transformers import BatchEncoding, BatchFeature
 
 from lightning_diffpipe.errors import ConfigurationError
 
-_TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # said once by a tokenizer of transformers
+_TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 Draw = Callable[[Sequence[int]], Tensor]
 """Gives the noise of a shape."""
 
@@ -216,6 +216,8 @@ class PaddingTokenizer(StandIn):
 
     def __init__(self, real: Any, note: Callable[..., None]) -> None:
         super().__init__(real, _text=None, _answer=None, _length=None, _note=note)
+        # `note` tells what is too long; the tokenizer's own warning, once for each, would come anew in trial runs.
+        getattr(real, "deprecation_warnings", {})[_TOO_LONG] = True
 
     def __call__(self, text: Any = None, *args: Any, **options: Any) -> Any:
         """Tokenizes."""
@@ -224,23 +226,13 @@ class PaddingTokenizer(StandIn):
                 return BatchEncoding({name: ids[:, :1] for name, ids in self._answer.items()})
         elif options.get("truncation") and options.get("padding") in (True, "longest"):
             options["padding"] = "max_length"
-        self._text, self._answer = text, self._quietly(self._real, text, *args, **options)
+        self._text, self._answer = text, self._real(text, *args, **options)
         self._length = None
         if options.get("truncation"):
             self._length = options.get("max_length") or self._real.model_max_length
             texts = [text] if isinstance(text, str) else text
             self._note(self._real, texts, self._answer, self._length)
         return self._answer
-
-    def tokenize(self, *args: Any, **options: Any) -> Any:
-        """Returns the words of a text, among which pipelines look for embeddings that were added."""
-        return self._quietly(self._real.tokenize, *args, **options)
-
-    def _quietly(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        # `note` tells what is too long; the tokenizer's own warning would come again in each run of the call.
-        warned = getattr(self._real, "deprecation_warnings", {})
-        with mock.patch.dict(warned, {_TOO_LONG: True}):
-            return method(*args, **options)
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         """Returns the id of a token; raises ConfigurationError if truncation has cut a marker off a caption.
