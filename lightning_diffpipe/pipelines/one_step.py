@@ -505,7 +505,8 @@ class OneStep:
             elif isinstance(part, BaseImageProcessor):
                 readers[name] = tensor_processor(part)
             elif hasattr(part, "num_conditions"):  # guidance as a part of its own
-                readers[name] = part.new(guidance_scale=1.0)
+                readers[name] = copy.copy(part)  # a new one would log that guiders are experimental
+                readers[name].guidance_scale = 1.0
         return readers
 
     def _denoiser_of(

@@ -112,7 +112,6 @@ class Clips(Animating):
         ("ltx", False),
         ("hunyuan", True),
         row("hunyuan_concat", True),
-        row("hunyuan15", False),
         *(row(kind, False) for kind in ("hunyuan", "hunyuan_concat")),
         row("cogvideox", True),
         row("ltx", True),
