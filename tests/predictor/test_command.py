@@ -126,6 +126,27 @@ def test_what_a_model_cannot_draw_is_refused_before_processes_start(
         assert message in err.splitlines()[-1]
 
 
+@pytest.mark.parametrize("accelerator", ["cpu", "gpu"])
+def test_kernels_of_gpus_are_not_tried_on_a_processor(
+    accelerator, folder_of, capsys, monkeypatch, tmp_path
+):
+    """History: the process that starts those of ranks refused what only GPUs can do."""
+
+    def lacking(types, device):
+        raise ConfigurationError(f"{device} lacks it")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lightning_diffpipe.quantization.find_spec", lambda name: True)
+    monkeypatch.setattr("lightning_diffpipe.sampling.source.require_kernels", lacking)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    settings = [f"path={folder_of('flux')}", "quantization=nf4", "prompts=[a]"]
+    settings += [f"trainer.accelerator={accelerator}", "trainer.devices=2"]
+    code, _, err = call(capsys, monkeypatch, "sample", *settings)
+    says = {"cpu": "cpu lacks it", "gpu": "trainer.devices=2 GPUs, but this machine has 0"}
+    assert code == 2
+    assert says[accelerator] in err.splitlines()[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_checkpoint", [False, True])
 def test_a_cascade_is_drawn_by_the_command(is_checkpoint, capsys, monkeypatch, tmp_path):
