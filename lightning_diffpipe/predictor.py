@@ -390,7 +390,8 @@ class Predictor:
             if dtype == "float16":
                 advice = "the model may overflow: choose dtype=bfloat16 or float32"
             with raised_by_all():
-                raise SamplingError(  # images would be black
+                # Images would be black.
+                raise SamplingError(
                     f"final latents are not finite (ranks {', '.join(ranks)}; {reports[0].num_steps} steps in "
                     f"{dtype}): {advice}"
                 )

@@ -11,11 +11,10 @@ Cuts are searched by `cut_search.py`. Where it does not fit:
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -27,8 +26,8 @@ from lightning_diffpipe.planning.cut_search import Search, fastest, fits
 from lightning_diffpipe.planning.evaluation import (
     UNFILLED_SHARE,
     Evaluator,
+    Known,
     Proposal,
-    known_of,
     preference,
 )
 from lightning_diffpipe.planning.memory import Waiting
@@ -60,16 +59,6 @@ MOST_ROUNDS = 3
 """Searches with fewer and fewer layers that are recomputed or streamed."""
 
 
-@contextlib.contextmanager
-def _forgetting_schedules() -> Iterator[None]:
-    """Frees the memory of the schedules that were tried inside."""
-    try:
-        yield
-    finally:
-        known_of.cache_clear()
-
-
-@_forgetting_schedules()
 def find_plan(
     profile: ModelProfile,
     cluster: Cluster,
@@ -115,7 +104,8 @@ def find_plan(
                 "recomputed, and has frozen weights that nothing else reads); leave it out"
             )
         profile = _Savings(streamed=every).of(profile, cluster)
-    plans = _within_memory(profile, cluster, options, below_s, until_s)
+    known: Known = {}
+    plans = _within_memory(known, profile, cluster, options, below_s, until_s)
     if not plans and below_s < math.inf:
         raise PlanError(f"no plan that fits into memory has a step below {below_s:.4g} s")
     if not plans and time.perf_counter() > until_s:
@@ -123,17 +113,22 @@ def find_plan(
     if not plans:
         model = Evaluator(CostModel.of(profile, cluster, options), options).model
         no_proposal = nothing_proposed(model, options)
-        raise no_proposal or nothing_fits(profile, cluster, options, _within_memory)
+        raise no_proposal or nothing_fits(profile, cluster, options, partial(_within_memory, known))
     return min(plans, key=_with_effort)
 
 
 def _plans(
-    profile: ModelProfile, cluster: Cluster, options: PlanOptions, below_s: float, until_s: float
+    known: Known,
+    profile: ModelProfile,
+    cluster: Cluster,
+    options: PlanOptions,
+    below_s: float,
+    until_s: float,
 ) -> list[PipelinePlan]:
     """Returns the best plans found that fit into memory, with and without filling if that is left open."""
     # Filled plans are compared by a little more than their step; so they may be above the limit by that.
     loose_s = below_s * (1 + 2 * UNFILLED_SHARE) if options.filling != "none" else below_s
-    evaluator = Evaluator(CostModel.of(profile, cluster, options), options)
+    evaluator = Evaluator(CostModel.of(profile, cluster, options), options, known)
     plans = fastest(Search(evaluator, best_s=loose_s, until_s=until_s))
     if options.filling == "auto" and profile.encoders:
         found_s = min(map(_with_effort, plans), default=math.inf) / (1 + UNFILLED_SHARE)
@@ -143,7 +138,12 @@ def _plans(
 
 
 def _within_memory(
-    profile: ModelProfile, cluster: Cluster, options: PlanOptions, below_s: float, until_s: float
+    known: Known,
+    profile: ModelProfile,
+    cluster: Cluster,
+    options: PlanOptions,
+    below_s: float,
+    until_s: float,
 ) -> list[PipelinePlan]:
     """Returns plans that fit into memory by the cheapest means that suffice.
 
@@ -151,12 +151,12 @@ def _within_memory(
     then optimizer states in host memory, or streamed layers; then both.
     """
     if cluster.memory_bytes is None:
-        return _plans(profile, cluster, options, below_s, until_s)
+        return _plans(known, profile, cluster, options, below_s, until_s)
     model = CostModel.of(profile, cluster, options)
     choices = encoding_choices(model, options)
     if choices[1:] or _may_recompute(profile, options):
         unlimited = replace(cluster, memory_bytes=None, rank_memory_bytes=())
-        plans = _plans(profile, unlimited, options, below_s, until_s)
+        plans = _plans(known, profile, unlimited, options, below_s, until_s)
         if plans and fits(best := min(plans, key=_with_effort), cluster):
             return [best]
     if options.shard_optimizer == "auto" and some_share_stages(model, options):
@@ -164,8 +164,11 @@ def _within_memory(
     recomputing = _Savings(_may_recompute(profile, options))
     may_stream = options.streaming == "auto" and options.checkpointing != "none"
     streaming = recomputing._replace(streamed=streamable(profile) if may_stream else frozenset())
-    on_device: Sequence[Plans] = [_plans, partial(_saving_where_needed, most=recomputing)]
-    from_host = [partial(_saving_where_needed, most=streaming)] if streaming.streamed else []
+    on_device: Sequence[Plans] = [
+        partial(_plans, known),
+        partial(_saving_where_needed, known, most=recomputing),
+    ]
+    from_host = [partial(_saving_where_needed, known, most=streaming)] if streaming.streamed else []
     offload = offload_choices(model, options)
 
     def attempts(states: str, searches: Sequence[Plans]) -> list[tuple[PlanOptions, Plans]]:
@@ -215,6 +218,7 @@ class _Savings(NamedTuple):
 
 
 def _saving_where_needed(
+    known: Known,
     profile: ModelProfile,
     cluster: Cluster,
     options: PlanOptions,
@@ -235,7 +239,9 @@ def _saving_where_needed(
     for count in sorted({shape.num_stages for shape in shapes(model, options)}):
         best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
         narrowed = replace(options, num_stages=count)
-        plans += _saving_less(profile, cluster, narrowed, best_s * (1 + slowdown), until_s, most)
+        plans += _saving_less(
+            known, profile, cluster, narrowed, best_s * (1 + slowdown), until_s, most
+        )
     return [plan for plan in plans if plan.planned.iteration_s < below_s]
 
 
@@ -254,6 +260,7 @@ def _slowdown(layer: LayerProfile) -> float:
 
 
 def _saving_less(
+    known: Known,
     profile: ModelProfile,
     cluster: Cluster,
     options: PlanOptions,
@@ -265,13 +272,13 @@ def _saving_less(
     plans = list[PipelinePlan]()
     for _ in range(MOST_ROUNDS):
         with_some = savings.of(profile, cluster)
-        candidates = _plans(with_some, cluster, options, most_s, until_s)
+        candidates = _plans(known, with_some, cluster, options, most_s, until_s)
         if not candidates:
             break
         best = min(candidates, key=_with_effort)
         proposal = Proposal.of(best, with_some)
-        fewer = _needed(profile, cluster, options, proposal, savings, best)
-        faster = _evaluator(profile, cluster, options, fewer).plan(proposal)
+        fewer = _needed(known, profile, cluster, options, proposal, savings, best)
+        faster = _evaluator(known, profile, cluster, options, fewer).plan(proposal)
         for plan in (faster, best):  # the first of equals counts
             if fits(plan, cluster) and _fits_hosts(plan, cluster):
                 plans.append(plan)
@@ -284,12 +291,17 @@ def _saving_less(
 
 
 def _evaluator(
-    profile: ModelProfile, cluster: Cluster, options: PlanOptions, savings: _Savings
+    known: Known,
+    profile: ModelProfile,
+    cluster: Cluster,
+    options: PlanOptions,
+    savings: _Savings,
 ) -> Evaluator:
-    return Evaluator(CostModel.of(savings.of(profile, cluster), cluster, options), options)
+    return Evaluator(CostModel.of(savings.of(profile, cluster), cluster, options), options, known)
 
 
 def _needed(
+    known: Known,
     profile: ModelProfile,
     cluster: Cluster,
     options: PlanOptions,
@@ -298,7 +310,7 @@ def _needed(
     plan: PipelinePlan,
 ) -> _Savings:
     """Returns what of the savings a plan's cuts need to fit: less streaming first, then less recomputing."""
-    evaluator = _evaluator(profile, cluster, options, savings)
+    evaluator = _evaluator(known, profile, cluster, options, savings)
     if savings.streamed:
         placement, runs = plan.placement, evaluator.runs(proposal)
         layers, still = evaluator.calls.backbone.layers, set[int]()
@@ -309,7 +321,7 @@ def _needed(
             limit = cluster.memory_of(rank, placement.num_ranks) or 0
             still |= streamed_where_needed(sizes, max(limit - peak, 0))
         savings = _Savings(savings.recomputed | savings.streamed, frozenset(still))
-        evaluator = _evaluator(profile, cluster, options, savings)
+        evaluator = _evaluator(known, profile, cluster, options, savings)
         plan = evaluator.plan(proposal)
     peaks = plan.planned.peak_memory_bytes
     return savings._replace(recomputed=_recomputed_where_needed(evaluator, proposal, peaks))

@@ -34,7 +34,12 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Links, start_all_gather
 from lightning_diffpipe.comm.packing import TensorShape
-from lightning_diffpipe.errors import ConfigurationError, LayoutError, require_number
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    LayoutError,
+    is_out_of_memory,
+    require_number,
+)
 
 # Names in `diffusers.hooks`, which imports transformers: not before a cache is asked for.
 _APPLIED_BY = {
@@ -159,8 +164,6 @@ class StepCache:
             yield self
             return
         from diffusers import hooks
-
-        from lightning_diffpipe.sampling.rehearsal import is_out_of_memory  # which imports this
 
         before = {m: [*_hooks_of(m)] for m in self._model.modules()}
         plain = [m for m in before if not vars(m).keys() & {"_diffusers_hook", "forward"}]
