@@ -965,7 +965,7 @@ def test_the_demo_tells_its_story(run, tmp_path):
         assert (folder / name).exists()
         assert name in printed.stdout
     assert "pipefusion, num_patches=2, warmup_steps=1, on parallel=2" in printed.stdout
-    assert "4. Drawing the same prompts on all processes together." in printed.stdout
+    assert "4. Sampling the same prompts on all processes together." in printed.stdout
     assert "To try next:" in printed.stdout
     assert "rank 1 |" in printed.stdout + printed.stderr
     assert "Filling the bubbles" in printed.stdout + printed.stderr, (

@@ -149,7 +149,9 @@ class SampleMetric(SamplingCallback):
             conditions = (self._conditions[rows] or self._conditions[:1]) or None
             stacked = conditions and self._stacked(conditions, device)
             seed = self.seed + batch_index * num_pipelines + pipeline_index
-            images = self.draw_for(trainer, pl_module, prompts or self._prompts[:1], stacked, seed)
+            images = self.sample_for(
+                trainer, pl_module, prompts or self._prompts[:1], stacked, seed
+            )
             if prompts:
                 with torch.no_grad():
                     frames = images.to(device).clamp(0, 1).flatten(0, -4)

@@ -180,7 +180,9 @@ class StepCache:
             try:
                 yield self
             except Exception as error:
-                if is_out_of_memory(error) or not _raised_in(error).startswith("diffusers.hooks."):
+                *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+                raised_in = str(frame.f_globals.get("__name__", ""))
+                if is_out_of_memory(error) or not raised_in.startswith("diffusers.hooks."):
                     raise
                 kind, model = type(self.config).__name__, type(self._model).__name__
                 raise ConfigurationError(
@@ -340,12 +342,6 @@ class StepCache:
 
 def _hooks_of(module: nn.Module) -> dict[str, Any]:
     return getattr(vars(module).get("_diffusers_hook"), "hooks", {})
-
-
-def _raised_in(error: BaseException) -> str:
-    """Returns the name of the module whose code raised an error."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", ""))
 
 
 def _is_manager(owner: Any) -> bool:

@@ -111,8 +111,8 @@ def test_a_resumed_run_draws_its_own_steps_only(tmp_path):
 def test_images_come_with_every_validation_and_averaged_weights(tmp_path):
     logger, drawn = Memory(), []
     samples = SampleImages(["a"], every_n_steps=None)
-    draw = samples.draw
-    samples.draw = lambda trainer, module: drawn.append(draw(trainer, module)) or drawn[-1]
+    draw = samples.sample
+    samples.sample = lambda trainer, module: drawn.append(draw(trainer, module)) or drawn[-1]
     settings = {"limit_val_batches": 1, "val_check_interval": 2, "max_steps": 4}
     ema, module = EMA(decay=0.5), Painter()
     trainer = fit(tmp_path, [ema, samples], logger, module, **settings)
@@ -315,7 +315,7 @@ def test_a_divided_model_is_made_whole(tmp_path):
         yield
 
     trainer.strategy.whole_model = whole_model
-    samples.draw(trainer, module)
+    samples.sample(trainer, module)
     assert entered == [True]
 
 
