@@ -368,7 +368,7 @@ class ModuleSource:
         assert module is not None, "only the rank that leads has text encoders"
         self.check(settings)
         arguments = _DEFAULTS | settings.given() | {"generator": settings.generator()}
-        call = module.drawing(settings.prompts or (), **arguments)
+        call = module.sampling_call(settings.prompts or (), **arguments)
         with module.evaluating():
             return as_pil(images_of(call, sample))
 

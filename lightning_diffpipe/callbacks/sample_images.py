@@ -174,13 +174,13 @@ class SamplingCallback(L.Callback):
         if conditions is not None:
             settings["condition"] = conditions
         pipeline = getattr(trainer.strategy, "pipeline", None)
-        one_by_one = isinstance(conditions, list) or getattr(module, "draws_apart", False)
-        by_layers = self.samples_by_layers or one_by_one or not hasattr(module, "drawing")
+        one_by_one = isinstance(conditions, list) or getattr(module, "samples_one_by_one", False)
+        by_layers = self.samples_by_layers or one_by_one or not hasattr(module, "sampling_call")
         whole_model = getattr(trainer.strategy, "whole_model", contextlib.nullcontext)
         with EMA.averaged_in(trainer, module), whole_model():
             if pipeline is not None and pipeline.plan.ranks_per_pipeline > 1 and not by_layers:
                 with module.evaluating():
-                    call = module.drawing(prompts, **settings)
+                    call = module.sampling_call(prompts, **settings)
                     images = sample_on_stages(pipeline, call, self.num_patches)
                 if images is not None:
                     return torch.stack(images) if isinstance(images, list) else images
@@ -197,8 +197,8 @@ class SampleImages(SamplingCallback):
     Args:
         prompts: Texts or class numbers; None takes eight captions of the data: of those held back, if the data
             module has them (`held_back_captions`), or of the first batch, and of that class labels where
-            the module says `draws_from = "class_labels"`. Conditions of a ControlNet are taken with them
-            (`held_back_conditions`) where the module says `draws_to_conditions = True`, given to its `sample` as
+            the module says `samples_from = "class_labels"`. Conditions of a ControlNet are taken with them
+            (`held_back_conditions`) where the module says `samples_to_conditions = True`, given to its `sample` as
             `condition`, and shown above the samples; so are `references` of pipelines that edit images.
         every_n_steps: Optimizer steps between two samplings; None samples at the end of every validation.
         sampling: Arguments of `SamplingCallback`. The start noise is the same each time, so that images compare.
@@ -255,7 +255,7 @@ class SampleImages(SamplingCallback):
         """
         if type(self).sample is SampleImages.sample:
             self.require_sample(pl_module)
-        if self._named is not None and draws_to_conditions(pl_module):
+        if self._named is not None and samples_to_conditions(pl_module):
             raise ConfigurationError(
                 f"{type(pl_module).__name__} samples to conditions, and prompts that are named have none; leave "
                 "them out (callbacks.samples.prompts=null): captions of the data come with their own conditions"
@@ -277,7 +277,7 @@ class SampleImages(SamplingCallback):
         """Takes captions of the first batch, if there are no others; raises ConfigurationError if it has none."""
         if self.prompts is None:
             entries = batch if isinstance(batch, Mapping) else {}
-            captions = entries.get(draws_from(pl_module), [])
+            captions = entries.get(samples_from(pl_module), [])
             conditions = entries.get("references", entries.get("condition"))
             if conditions is None and "video" in entries:  # whose first frame is its condition
                 conditions = (entries["video"][:, :, 0] + 1) / 2
@@ -285,7 +285,7 @@ class SampleImages(SamplingCallback):
             self._take(trainer, pl_module, captions, conditions)
         if self.prompts is None:
             raise ConfigurationError(
-                f"SampleImages samples captions of the data, and batches have no {draws_from(pl_module)!r}; say "
+                f"SampleImages samples captions of the data, and batches have no {samples_from(pl_module)!r}; say "
                 "which: prompts=[...] (callbacks.samples.prompts), or leave it out (callbacks.samples=null)"
             )
 
@@ -297,7 +297,7 @@ class SampleImages(SamplingCallback):
         conditions: Tensor | list[Any] | None,
     ) -> None:
         """Takes prompts and conditions of rank 0, on all ranks: pipelines have other data, but sample together."""
-        if not draws_to_conditions(module):
+        if not samples_to_conditions(module):
             conditions = None
         if isinstance(conditions, list):
             conditions = [torch.from_numpy(each[:_NUM_CAPTIONS]) for each in conditions]
@@ -411,23 +411,23 @@ def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str]
     """Returns captions that the data holds back, with conditions where the module needs them."""
     data, none = getattr(trainer, "datamodule", None), lambda count: None
     conditions = None
-    if draws_to_conditions(module):
+    if samples_to_conditions(module):
         conditions = getattr(data, "held_back_conditions", none)(_NUM_CAPTIONS)
         if conditions is None:  # the first batch has both
             return [], None
-    if draws_from(module) != "caption":
+    if samples_from(module) != "caption":
         return [], None
     return getattr(data, "held_back_captions", none)(_NUM_CAPTIONS) or [], conditions
 
 
-def draws_from(module: L.LightningModule) -> str:
+def samples_from(module: L.LightningModule) -> str:
     """Returns the key of a batch's prompts: captions, or class numbers for a module of classes."""
-    return getattr(module, "draws_from", "caption")
+    return getattr(module, "samples_from", "caption")
 
 
-def draws_to_conditions(module: L.LightningModule) -> bool:
+def samples_to_conditions(module: L.LightningModule) -> bool:
     """Returns whether a module needs conditions; batches may have some for one that does not."""
-    return getattr(module, "draws_to_conditions", False)
+    return getattr(module, "samples_to_conditions", False)
 
 
 class _RefusedError(Exception):

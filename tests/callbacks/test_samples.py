@@ -191,7 +191,7 @@ class Conditioned(Captioned):
 class Follower(CaptionedPainter):
     """Draws what it is shown."""
 
-    draws_to_conditions = True
+    samples_to_conditions = True
 
     def sample(self, prompts, num_inference_steps, guidance_scale, generator, condition):
         assert len(condition) == len(prompts)
@@ -232,7 +232,7 @@ def test_captions_held_back_without_conditions_are_for_modules_that_draw_to_none
 class Classes(CaptionedPainter):
     """Draws class numbers."""
 
-    draws_from = "class_labels"
+    samples_from = "class_labels"
 
 
 def test_models_of_classes_draw_the_classes_of_the_data(tmp_path):

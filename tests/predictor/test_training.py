@@ -116,7 +116,7 @@ class Small(PipelineDiffusion):
 class SmallControlNet(Small):
     """A ControlNet of a locked transformer, which a module of one's own trains."""
 
-    draws_to_conditions = True
+    samples_to_conditions = True
 
     def __init__(self, name):
         super().__init__(name)
@@ -144,7 +144,7 @@ class SmallControlNet(Small):
         (prediction,) = self.transformer(block_controlnet_hidden_states=residuals, **given)
         return (prediction - latents).square().mean()
 
-    def drawing(self, prompts, condition, **settings):
+    def sampling_call(self, prompts, condition, **settings):
         pipeline = StableDiffusion3ControlNetPipeline(
             **self.pipeline.components, controlnet=self.controlnet
         )
@@ -154,7 +154,7 @@ class SmallControlNet(Small):
 
     @torch.no_grad()
     def sample(self, prompts, *args, **settings):
-        call = self.drawing(prompts, **settings)
+        call = self.sampling_call(prompts, **settings)
         with self.evaluating():
             return call.pipeline(**call.arguments)[0]
 
