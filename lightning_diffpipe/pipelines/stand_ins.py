@@ -25,7 +25,7 @@ from transformers import BatchEncoding, BatchFeature
 
 from lightning_diffpipe.errors import ConfigurationError
 
-_TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # said once by a tokenizer of transformers
+_TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 Draw = Callable[[Sequence[int]], Tensor]
 """Gives the noise of a shape."""
 
@@ -215,6 +215,8 @@ class PaddingTokenizer(StandIn):
 
     def __init__(self, real: Any, note: Callable[..., None]) -> None:
         super().__init__(real, _text=None, _answer=None, _length=None, _note=note)
+        # `note` tells what is too long; the tokenizer's own warning, once for each, would come anew in trial runs.
+        getattr(real, "deprecation_warnings", {})[_TOO_LONG] = True
 
     def __call__(self, text: Any = None, *args: Any, **options: Any) -> Any:
         """Tokenizes."""
@@ -223,10 +225,7 @@ class PaddingTokenizer(StandIn):
                 return BatchEncoding({name: ids[:, :1] for name, ids in self._answer.items()})
         elif options.get("truncation") and options.get("padding") in (True, "longest"):
             options["padding"] = "max_length"
-        # `note` tells what is too long; the tokenizer's own warning would come again in each trial run.
-        warned = getattr(self._real, "deprecation_warnings", {})
-        with mock.patch.dict(warned, {_TOO_LONG: True}):
-            self._text, self._answer = text, self._real(text, *args, **options)
+        self._text, self._answer = text, self._real(text, *args, **options)
         self._length = None
         if options.get("truncation"):
             self._length = options.get("max_length") or self._real.model_max_length

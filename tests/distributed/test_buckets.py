@@ -46,18 +46,22 @@ class InOrder(ImageFolderDataModule):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [row("flux", "images"), row("sdxl", "images"), row("wan", "clips")]
+    ("name", "lengths"),
+    [
+        *(row("flux", None), row("sdxl", None)),
+        *(row("wan", lengths) for lengths in [(5, 9), (9, 5), (1, 5), (13, 5, 9)]),
+    ],
 )
-def test_buckets_teach_what_they_do_in_one_process(name, kind, tmp_path):
-    """SDXL is told sizes and crops of each image."""
+def test_buckets_teach_what_they_do_in_one_process(name, lengths, tmp_path):
+    """Images of three ratios, or clips of several lengths. SDXL is told sizes and crops of each image."""
     options = {
         **OPTIONS, "folder": tmp_path, "buckets": True, "batch_size": 3, "last_batch": "smaller",
     }  # fmt: skip
-    if kind == "images":
+    if lengths is None:
         write_ratios(tmp_path, 7, 3)
     else:
-        write_clips(tmp_path, (5, 9), each=2)
-        options |= {"num_frames": [5, 9]}
+        write_clips(tmp_path, lengths, each=2)
+        options |= {"num_frames": sorted(lengths)}
     check_parity(
         2, tolerance=1e-6, module={"name": name}, module_class=TinyPipeline, data_class=InOrder, data=options,
         trainer={"max_epochs": 1, "max_steps": -1}, strategy={"num_stages": 2},

@@ -194,11 +194,15 @@ def train_like_one_process(rows, num_ranks, nccl=False):
     assert not wrong, wrong
 
 
-def rows_of(turn):
-    """Every pair of what and how, each with other coins, microbatches and filling in each of five turns."""
+def rows_of(turn, shift=0):
+    """Every pair of what and how, each with other coins in each of five turns.
+
+    In each of six shifts these have other microbatches and filling.
+    """
     return [
-        (what, how, BY[(i + 2 * turn) % 5], (1, 2, 4)[(i + turn) % 3], (i // 2 + turn) % 2 == 0)
+        (what, how, BY[(i + 2 * turn) % 5], (1, 2, 4)[j % 3], (i // 2 + turn + shift) % 2 == 0)
         for i, (what, how) in enumerate(itertools.product(WHAT, HOW))
+        for j in (i + turn + shift,)
     ]
 
 
@@ -207,8 +211,10 @@ def rows_of(turn):
     [
         (2, False, rows_of(0)[::2]),
         *(
-            row(num_ranks, nccl, rows_of(turn))
-            for num_ranks, nccl in [(2, False), (2, True), (3, True), (3, False), (1, False)]
+            row(num_ranks, nccl, rows_of(turn, shift))
+            for shift, (num_ranks, nccl) in enumerate(
+                [(2, False), (2, True), (3, True), (3, False), (1, False)]
+            )
             for turn in range(5)
         ),
     ],

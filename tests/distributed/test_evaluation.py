@@ -275,15 +275,16 @@ class Evaluates(TinyDiffusion):
     def validation_step(self, batch, batch_idx):
         torch.manual_seed(batch_idx)
         self.blocks.train()
-        twice = self.how == "whole" and not isinstance(self.trainer.strategy, SingleDeviceStrategy)
-        with self.trainer.strategy.whole_model() if twice else contextlib.nullcontext():
+        strategy = self.trainer.strategy
+        enters = self.how.startswith("whole") and not isinstance(strategy, SingleDeviceStrategy)
+        with strategy.whole_model() if enters else contextlib.nullcontext():
             self.seen += [float(self.loss(batch)), float(torch.rand(()))]
-        if self.how == "gradient":
-            with torch.enable_grad():
-                mean = self.encoder(batch["image"]).chunk(2, -1)[0].requires_grad_()
-                out = self.denoise(mean, mean[:, 0, 0], batch["text"])
-                torch.autograd.grad(out.sum(), mean)
-        elif self.how == "transform":
+            if self.how.endswith("gradient"):
+                with torch.enable_grad():
+                    mean = self.encoder(batch["image"]).chunk(2, -1)[0].requires_grad_()
+                    out = self.denoise(mean, mean[:, 0, 0], batch["text"])
+                    torch.autograd.grad(out.sum(), mean)
+        if self.how == "transform":
             mean = self.encoder(batch["image"]).chunk(2, -1)[0]
             torch.func.grad(lambda x: self.denoise(x, x[:, 0, 0], batch["text"]).sum())(mean)
 
@@ -307,6 +308,7 @@ def test_evaluation_draws_what_one_process_draws(how):
     ("how", "said"),
     [
         ("gradient", "a gradient is taken through head"),
+        row("whole, gradient", "a gradient is taken through head"),
         row("transform", r"torch\.func\.grad or vjp is taken through "),
     ],
 )

@@ -388,6 +388,15 @@ def refuse(rank, module_class):
     return error_of(rank, make(module_class, kind="in order"), 2, None)
 
 
+def fit_no_loader(rank):
+    return error_of(rank, make(num_blocks=2), 2, 5)
+
+
+def test_what_is_no_loader_is_named_on_all_ranks():
+    for error in run_ranks(fit_no_loader, 2):
+        assert error.startswith("TypeError: An invalid dataloader was passed to `Trainer.fit")
+
+
 @pytest.mark.parametrize(
     ("module_class", "message"),
     [

@@ -12,10 +12,11 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from wandb.integration.torch.wandb_torch import TorchHistory
 
 from lightning_diffpipe.graph.trial import untouched
 from tests.distributed.scenarios import fit_module
@@ -241,6 +242,34 @@ def test_nobody_sees_trial_runs(capsys, caplog):
     assert printed.err.count("a step") == 3
     assert sum(record.name == "user" for record in caplog.records) == 3
     assert logger.written == ["a step"] * 3
+
+
+def histograms_of(world_size, folder, monkeypatch):
+    """Returns how often `WandbLogger.watch` records each tensor while a module trains, and its losses."""
+    names, logger = [], WandbLogger(save_dir=folder, offline=True)
+
+    def make():
+        module = Module(of_class)
+        logger.watch(module.net, log="all", log_freq=1)
+        return module
+
+    with monkeypatch.context() as patch:
+        record = lambda self, tensor, name: names.append(name)
+        patch.setattr(TorchHistory, "log_tensor_stats", record)
+        losses = losses_of(make, world_size, logger=logger)
+    logger.experiment.finish()
+    return Counter(name.replace("graph_1", "") for name in names), losses
+
+
+@pytest.mark.slow
+def test_what_a_logger_watches_is_that_of_training(counted_from_0, tmp_path, monkeypatch):
+    """History: 208 histograms of trial runs came before 4 right ones."""
+    expected = histograms_of(0, tmp_path, monkeypatch)
+    counted_from_0()
+    assert histograms_of(1, tmp_path, monkeypatch) == expected
+    assert (*expected[0].values(),) == (
+        3,
+    ) * 8  # in three steps four parameters and their gradients
 
 
 @pytest.mark.slow
