@@ -345,7 +345,7 @@ class OnPaper:
             batch = {"video": make(num_samples, 3, frames, height, width)}
         if isinstance(self.module, ControlNetDiffusion) or self.with_reference:
             batch["condition"] = make(num_samples, 3, height, width)
-        if getattr(self.module, "draws_from", "caption") == "class_labels":
+        if getattr(self.module, "samples_from", "caption") == "class_labels":
             return batch | {"class_labels": torch.zeros(num_samples, dtype=torch.long)}
         return batch | {"caption": ["an image"] * num_samples}
 

@@ -380,7 +380,7 @@ class PartsModule(L.LightningModule):
             for module, mode in modes:
                 module.training = mode
 
-    def drawing(self, prompts: Sequence[str], **settings: Any) -> PipelineCall:
+    def sampling_call(self, prompts: Sequence[str], **settings: Any) -> PipelineCall:
         """Returns the call of `sample`, for samplers that run its loop step by step.
 
         Args:

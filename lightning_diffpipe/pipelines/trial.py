@@ -3,7 +3,7 @@
 Runs with constant latents show what the tail does to latents before they are decoded: an order of axes, a factor
 and an offset for each channel. The inverse normalises what the encoder gives.
 
-Other runs show how the denoiser is given times and sizes, whether samples are apart, and who sees an image.
+Other runs show how the denoiser is given times and sizes, whether samples are independent, and who sees an image.
 """
 
 import copy

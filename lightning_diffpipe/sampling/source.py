@@ -177,7 +177,7 @@ class Source(Protocol):
     denoiser: nn.Module
     weights: Weights | None
 
-    def draw(self, settings: Settings, sample: Sample) -> Any:
+    def images(self, settings: Settings, sample: Sample) -> Any:
         """Samples images, with the denoising loop done by `sample`; on rank 0 only."""
 
     def part(self, name: str) -> nn.Module:
@@ -316,7 +316,7 @@ class DiffusersFolder:
         if self._loras:
             refuse_scales(settings.options)
 
-    def draw(self, settings: Settings, sample: Sample) -> Any:
+    def images(self, settings: Settings, sample: Sample) -> Any:
         """Calls the pipeline around `sample`."""
         assert self._pipeline is not None, "only the rank that leads has text encoders"
         self.check_adapters(settings)

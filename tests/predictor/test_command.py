@@ -61,9 +61,9 @@ from tests.rows import row
         (["options={3: 3}"], "options.3=3 is no argument of a pipeline"),
         (["images={3: a.png}"], "images.3=a.png is no argument of a pipeline"),
         (["options={output_type: np}"], "options.output_type is a setting of its own; write output_type=np"),
-        # History: it was never settled, and every step synchronous.
-        (["sampler=pipefusion", "sampler.warmup_steps=auto", "+sampler.settled=nan"],
-         "sampler.settled must be a number >= 0; got nan"),
+        # History: the warm-up never ended, and every step synchronous.
+        (["sampler=pipefusion", "sampler.warmup_steps=auto", "+sampler.warmup_threshold=nan"],
+         "sampler.warmup_threshold must be a number >= 0; got nan"),
     ],
 )  # fmt: skip
 def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypatch, tmp_path):
