@@ -61,9 +61,14 @@ and every page is cleared on its next use. With pages of 4 KiB whoever keeps mor
 per cent slower."""
 
 
-def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Runs `function(rank, *arguments)` on gloo ranks with one thread each; returns rank 0's result."""
-    os.environ.update(_KEEP_MEMORY, OMP_NUM_THREADS="1")
+def on_ranks(
+    world_size: int, function: Callable[..., Any], *arguments: Any, keeps_memory: bool = True
+) -> Any:
+    """Runs `function(rank, *arguments)` on gloo ranks with one thread each; returns rank 0's result.
+
+    Without `keeps_memory` the allocator is as users have it.
+    """
+    os.environ.update(_KEEP_MEMORY if keeps_memory else {}, OMP_NUM_THREADS="1")
     queue = multiprocessing.get_context("spawn").SimpleQueue()
     ranks = multiprocessing.spawn(
         _main, args=(world_size, function, arguments, queue), nprocs=world_size, join=False

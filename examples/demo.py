@@ -1,7 +1,7 @@
 """`make demo`: what this package does, shown by one short run (`examples/conf/experiment/demo.yaml`).
 
-Draws prompts with the model as it is, trains it as a pipeline on two processes while showing the plan
-and its timeline, draws the same prompts again with both processes together, and lays the images side by side.
+Samples prompts with the model as it is, trains it as a pipeline on two processes while showing the plan
+and its timeline, samples the same prompts again with both processes together, and lays the images side by side.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DemoStory(L.Callback):
 
     Args:
         folder: Where images go.
-        prompts: What to draw.
+        prompts: What to sample.
         sampler: Options of `Predictor.from_pretrained` for the images after training.
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance.
@@ -94,7 +94,7 @@ class DemoStory(L.Callback):
         self._start_s = self._stop_s = 0.0
         self._num_samples = 0
 
-    def _draw(self, module: LatentDiffusion) -> Tensor:
+    def _sample(self, module: LatentDiffusion) -> Tensor:
         return module.sample(
             self.prompts,
             num_inference_steps=self.num_inference_steps,
@@ -103,11 +103,11 @@ class DemoStory(L.Callback):
         )
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Draws the prompts before training, while the first process has the whole model."""
+        """Samples the prompts before training, while the first process has the whole model."""
         if not trainer.is_global_zero:
             return
-        print(f"1. Drawing {len(self.prompts)} prompts with the model as it is.", flush=True)
-        self._before = self._draw(pl_module)
+        print(f"1. Sampling {len(self.prompts)} prompts with the model as it is.", flush=True)
+        self._before = self._sample(pl_module)
         print("2. Looking at the model, timing its layers, planning the pipeline.", flush=True)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -137,12 +137,12 @@ class DemoStory(L.Callback):
         self._stop_s = time.perf_counter()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draws the prompts with the trained checkpoint on all ranks, and says where everything is."""
+        """Samples the prompts with the trained checkpoint on all ranks, and says where everything is."""
         from matplotlib.figure import Figure
 
         # That of rank 0: processes of a launcher compose their folders, and the second may have changed.
         checkpoint = trainer.strategy.broadcast(self.folder / "checkpoints" / "final.ckpt")
-        rank_zero_only(print)("4. Drawing the same prompts on all processes together.", flush=True)
+        rank_zero_only(print)("4. Sampling the same prompts on all processes together.", flush=True)
         settings = (self.prompts, self.num_inference_steps, self.guidance_scale)
         with Predictor.from_pretrained(checkpoint, **self.sampler) as predictor:
             images = predictor(*settings, seed=0)

@@ -135,8 +135,8 @@ def image_features(width: int) -> nn.Sequential:
 class TextAlignment(PartsModule):
     """A small byte-level text encoder in contrastive training against images: a tiny CLIP.
 
-    A denoiser can only draw what its text states tell apart. A randomly initialised T5 attends almost uniformly, so
-    in "latin small letter a" the last letter drowns among the others. Two remedies:
+    A denoiser can only sample what its text states tell apart. A randomly initialised T5 attends almost uniformly,
+    so in "latin small letter a" the last letter drowns among the others. Two remedies:
 
     1. Local heads: the relative position bias starts such that every head looks at one neighbour. The layers then
        hash growing n-grams, which already separates captions.

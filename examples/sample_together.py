@@ -1,4 +1,4 @@
-"""Draws prompts with all ranks, and says what it took.
+"""Samples prompts with all ranks, and says what it took.
 
     python examples/sample_together.py                                    # one process
     torchrun --nproc-per-node 2 examples/sample_together.py               # two: DistriFusion, the model is a U-Net

@@ -144,6 +144,12 @@ def raised_by_all() -> Iterator[None]:
         raise
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error is for lack of memory, by its text: not all libraries have a class for it."""
+    signs = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
 def clear_variables(error: BaseException | None) -> None:
     """Clears the variables of functions that an error ended, which hold tensors: also of errors that led to it.
 

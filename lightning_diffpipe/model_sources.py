@@ -362,13 +362,13 @@ class ModuleSource:
         rows, _ = latent_size(self.vae, config, settings.height, settings.width)
         return rows // (config.get("patch_size") or 1)
 
-    def draw(self, settings: Settings, sample: Sample) -> Any:
+    def images(self, settings: Settings, sample: Sample) -> Any:
         """Calls the module's own `sample`, with its denoising loop done by `sample`."""
         module = self.module
         assert module is not None, "only the rank that leads has text encoders"
         self.check(settings)
         arguments = _DEFAULTS | settings.given() | {"generator": settings.generator()}
-        call = module.drawing(settings.prompts or (), **arguments)
+        call = module.sampling_call(settings.prompts or (), **arguments)
         with module.evaluating():
             return as_pil(images_of(call, sample))
 

@@ -339,7 +339,7 @@ class Predictor:
         try:
             settings = check()
             refuse_ignored_size(self.source, settings)
-            images: list[Any] = self.source.draw(settings, sample)
+            images: list[Any] = self.source.images(settings, sample)
             if self.report is not None and (done := self._decoding.num_calls):
                 sent = self.report.bytes_sent | {"images": self._decoding.num_bytes}
                 decoder_bytes = self._decoding.weight_bytes
@@ -390,7 +390,8 @@ class Predictor:
             if dtype == "float16":
                 advice = "the model may overflow: choose dtype=bfloat16 or float32"
             with raised_by_all():
-                raise SamplingError(  # images would be black
+                # Images would be black.
+                raise SamplingError(
                     f"final latents are not finite (ranks {', '.join(ranks)}; {reports[0].num_steps} steps in "
                     f"{dtype}): {advice}"
                 )
@@ -425,7 +426,7 @@ class Predictor:
                 prepared = self._world.agree("reading weights and probing", load, give_up)
                 # Ranks without a prompt of their own learn here that the others refuse the request.
                 sample = partial(worker.sample, call, on_step, prepared)
-                mine = self._world.agree("drawing", sample, give_up)
+                mine = self._world.agree("sampling", sample, give_up)
                 latents = worker.gather(call, mine)
                 if self._world.rank > 0:
                     call.close()

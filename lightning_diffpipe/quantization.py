@@ -17,18 +17,20 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, partial, update_wrapper
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import (
     Quantizing,
     keep_notes,
+    quantizations_noted,
     quantize_when_placed,
     replace_parameters,
 )
@@ -330,6 +332,33 @@ def has_quantized(part: Any) -> bool:
     return isinstance(part, nn.Module) and any(
         isinstance(weight, QuantizedWeight) for weight in part.parameters()
     )
+
+
+class _OutputsApart:
+    """Replaces `forward` of a block, so that its outputs share no memory where it is compiled."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        update_wrapper(self, forward)  # keeps inspect.signature(forward)
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the block."""
+        outputs = self._forward(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            return outputs
+        return pytree.tree_map_only(Tensor, torch.clone, outputs)
+
+
+def keep_outputs_apart(root: nn.Module) -> None:
+    """Lets compiled blocks with quantized weights return copies, as torch compiles none whose outputs alias.
+
+    The single blocks of Flux return two views of one tensor.
+    """
+    for module in root.modules():
+        is_compiled = module._compiled_call_impl is not None
+        is_done = isinstance(module.forward, _OutputsApart)
+        if is_compiled and not is_done and (has_quantized(module) or quantizations_noted(module)):
+            module.forward = _OutputsApart(module.forward)
 
 
 def dequantize(part: nn.Module) -> None:

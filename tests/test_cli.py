@@ -34,7 +34,8 @@ from lightning_diffpipe.planning.cluster import Cluster, Link
 from tests.command import ROOT, call, run, run_on_forks
 from tests.rows import row
 
-TINY = [  # a whole training in seconds; the U-Net is shrunk, the rest is the built-in
+# A whole training in seconds; the U-Net is shrunk, the rest is the built-in.
+TINY = [
     "data.batch_size=4", "data.alphabets=[digits]", "data.faces=[sans]", "callbacks.samples.every_n_steps=2",
     "callbacks.samples.num_inference_steps=2", "callbacks.samples.prompts=[a]", "trainer.log_every_n_steps=1",
     "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
@@ -465,7 +466,8 @@ class Verb:
         return err
 
 
-RANKS = [  # what torchrun, srun and Lightning tell the processes that they start
+# What torchrun, srun and Lightning tell the processes that they start.
+RANKS = [
     [{"RANK": str(rank), "LOCAL_RANK": str(rank % 2)} for rank in range(3)],
     [{"SLURM_NTASKS": "3", "SLURM_PROCID": str(r), "LOCAL_RANK": "0"} for r in range(3)],
     [
@@ -963,7 +965,7 @@ def test_the_demo_tells_its_story(run, tmp_path):
         assert (folder / name).exists()
         assert name in printed.stdout
     assert "pipefusion, num_patches=2, warmup_steps=1, on parallel=2" in printed.stdout
-    assert "4. Drawing the same prompts on all processes together." in printed.stdout
+    assert "4. Sampling the same prompts on all processes together." in printed.stdout
     assert "To try next:" in printed.stdout
     assert "rank 1 |" in printed.stdout + printed.stderr
     assert "Filling the bubbles" in printed.stdout + printed.stderr, (

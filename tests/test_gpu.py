@@ -240,18 +240,24 @@ def fit_and_evaluate(rank, chosen, num_ranks):
     return mapped, *found
 
 
+def adapters_of_flux(trainer, num_ranks, tmp_path, dtype=torch.float32):
+    """Settings of a run on gloo that trains adapters of a pipeline of a type."""
+    folder = str(tmp_path / "flux")
+    tiny_pipelines.build("flux", tmp_path / "parts").to(dtype).save_pretrained(folder)
+    chosen = settings(
+        trainer, num_stages=num_ranks, num_microbatches=2, process_group_backend="gloo"
+    )
+    chosen.module_class, chosen.data_class = Opened, Images
+    chosen.module = {"folder": folder, "lora": True}
+    return chosen
+
+
 @LINUX
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_frozen_weights_come_back_to_their_files(num_ranks, tmp_path):
     """Encoders, which all ranks hold, and stages."""
-    folder = str(tmp_path / "flux")
-    tiny_pipelines.build("flux", tmp_path / "parts").to(torch.bfloat16).save_pretrained(folder)
-    chosen = settings(
-        {"precision": "bf16-mixed", "max_steps": 1},
-        num_stages=num_ranks, num_microbatches=2, process_group_backend="gloo",
-    )  # fmt: skip
-    chosen.module_class, chosen.data_class = Opened, Images
-    chosen.module = {"folder": folder, "lora": True}
+    trainer = {"precision": "bf16-mixed", "max_steps": 1}
+    chosen = adapters_of_flux(trainer, num_ranks, tmp_path, torch.bfloat16)
     for mapped, *copied in run_ranks(fit_and_evaluate, num_ranks, chosen, num_ranks):
         assert {name.partition(".")[0] for name in mapped} > {"transformer", "text_encoder"}
         assert copied == [[], []]
@@ -289,13 +295,7 @@ def fit_and_teach(rank, chosen, num_ranks):
 @LINUX
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_frozen_weights_that_were_written_past_autograd_stay_written(num_ranks, tmp_path):
-    folder = str(tmp_path / "flux")
-    tiny_pipelines.build("flux", tmp_path / "parts").save_pretrained(folder)
-    chosen = settings(
-        {"max_steps": 5}, num_stages=num_ranks, num_microbatches=2, process_group_backend="gloo"
-    )
-    chosen.module_class, chosen.data_class = Opened, Images
-    chosen.module = {"folder": folder, "lora": True}
+    chosen = adapters_of_flux({"max_steps": 5}, num_ranks, tmp_path)
     for grown in run_ranks(fit_and_teach, num_ranks, chosen, num_ranks):
         assert grown == pytest.approx([5, 5], abs=1e-3)
 

@@ -127,7 +127,7 @@ def measure(rank: int, case: Emulated, rounds: int) -> dict[str, Any]:
             engine.fill_bubbles(Filling(planned_shares=pipeline.planned_shares))
             ahead = LOOKAHEAD_BATCHES
         steps, ratios, frozen = [], [], []
-        warmup = 20 if ahead else 2  # until shares have settled
+        warmup = 20 if ahead else 2  # until shares hardly change
         for index in range(warmup + rounds):
             dist.barrier()
             started_s = time.perf_counter()

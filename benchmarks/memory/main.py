@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from tests import gpu_like
 gpu_like.install()
 HAS_GPUS = torch.cuda.is_available()
 GIB = 2**30
+ranks_of_users = partial(on_ranks, keeps_memory=False)
 SIZES = {
     "tiny": (32, 19, 38, 2),
     "1e8": (1024, 1, 2, 8),
@@ -235,7 +237,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             arguments.trains,
         )  # fmt: skip
         if arguments.limit is None:
-            return on_ranks(arguments.ranks, measure, str(folder), arguments.ranks, *settings)
+            return ranks_of_users(arguments.ranks, measure, str(folder), arguments.ranks, *settings)
         return [
             row
             for ranks in (arguments.ranks, 1)
@@ -249,7 +251,7 @@ def under_limit(
     """One row for each rank, or for the run that failed, each of whose processes has a limit, 0 for none."""
     row = {"ranks": ranks, "limit in GiB": limit_gib or "none"}
     try:
-        rows = on_ranks(ranks, measure, folder, ranks, *settings, limit_gib)
+        rows = ranks_of_users(ranks, measure, folder, ranks, *settings, limit_gib)
     except (
         multiprocessing.ProcessRaisedException,
         multiprocessing.ProcessExitedException,

@@ -52,7 +52,7 @@ PHASES = (
 SAMPLING = tuple(
     f"{phase} ({method})"
     for method in ("PipeFusion", "DistriFusion")
-    for phase in ("opening the model", "encoding prompts", "drawing", "decoding latents")
+    for phase in ("opening the model", "encoding prompts", "sampling", "decoding latents")
 )
 LINKED = ("connecting", *PHASES[1:], *SAMPLING)
 """Where a dead link is another thing than a host that starts slowly."""

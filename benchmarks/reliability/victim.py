@@ -85,23 +85,23 @@ class Module(L.LightningModule):
 
 
 class Samples(L.Callback):
-    """Draws with the whole model, after the second step."""
+    """Samples with the whole model, after the second step."""
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Draws."""
+        """Samples."""
         if batch_idx == 1:
             with trainer.strategy.whole_model():
                 module.layers(batch)
 
 
 def sample(method: str) -> None:
-    """Draws two images."""
+    """Samples two images."""
     begin, enter = World.agree, World.enter
 
     def agree_and_come_to_harm(world: World, phase: str, *arguments: Any) -> Any:
-        if phase != "drawing":
+        if phase != "sampling":
             come_to_harm(f"{phase} ({method})")
         return begin(world, phase, *arguments)
 
@@ -111,7 +111,7 @@ def sample(method: str) -> None:
 
     def on_step(done: int, steps: int) -> None:
         if done == 2:
-            come_to_harm(f"drawing ({method})")
+            come_to_harm(f"sampling ({method})")
 
     World.agree, World.enter = agree_and_come_to_harm, enter_and_come_to_harm  # type: ignore[method-assign]
     model = built_in("glyphs_transformer" if method == "PipeFusion" else "glyphs")

@@ -2,7 +2,7 @@
 
 Under a pipeline the denoiser is divided, so that all ranks sample together, on the partition of the training, with
 the averaged weights that each rank holds for its own layers. A transformer is sampled by PipeFusion
-(`StageDrawer`); what that refuses, such as a U-Net, layer by layer, in lock step: `strategy.whole_model()`,
+(`StageSampler`); what that refuses, such as a U-Net, layer by layer, in lock step: `strategy.whole_model()`,
 where the strategy has it, makes the divided model callable as a whole. The start noise has its own generator, so
 training goes on exactly as without images. By PipeFusion:
 
@@ -122,7 +122,7 @@ class SamplingCallback(L.Callback):
                 f"call={self.call} has {', '.join(named)}, which the callback gives itself; leave them out, and "
                 "set num_inference_steps, guidance_scale, seed and prompts"
             )
-        self.draws_by_layers = False  # PipeFusion has refused the model, or its partition
+        self.samples_by_layers = False  # PipeFusion has refused the model, or its partition
 
     def require_sample(self, module: L.LightningModule) -> None:
         """Raises ConfigurationError for a module that cannot sample, or not with the arguments of `call`."""
@@ -143,7 +143,7 @@ class SamplingCallback(L.Callback):
             )
 
     @torch.no_grad()
-    def draw_for(
+    def sample_for(
         self,
         trainer: L.Trainer,
         module: L.LightningModule,
@@ -174,17 +174,17 @@ class SamplingCallback(L.Callback):
         if conditions is not None:
             settings["condition"] = conditions
         pipeline = getattr(trainer.strategy, "pipeline", None)
-        one_by_one = isinstance(conditions, list) or getattr(module, "draws_apart", False)
-        by_layers = self.draws_by_layers or one_by_one or not hasattr(module, "drawing")
+        one_by_one = isinstance(conditions, list) or getattr(module, "samples_one_by_one", False)
+        by_layers = self.samples_by_layers or one_by_one or not hasattr(module, "sampling_call")
         whole_model = getattr(trainer.strategy, "whole_model", contextlib.nullcontext)
         with EMA.averaged_in(trainer, module), whole_model():
             if pipeline is not None and pipeline.plan.ranks_per_pipeline > 1 and not by_layers:
                 with module.evaluating():
-                    call = module.drawing(prompts, **settings)
-                    images = draw_on_stages(pipeline, call, self.num_patches)
+                    call = module.sampling_call(prompts, **settings)
+                    images = sample_on_stages(pipeline, call, self.num_patches)
                 if images is not None:
                     return torch.stack(images) if isinstance(images, list) else images
-                self.draws_by_layers = True
+                self.samples_by_layers = True
             return module.sample(prompts, **settings)
 
 
@@ -197,8 +197,8 @@ class SampleImages(SamplingCallback):
     Args:
         prompts: Texts or class numbers; None takes eight captions of the data: of those held back, if the data
             module has them (`held_back_captions`), or of the first batch, and of that class labels where
-            the module says `draws_from = "class_labels"`. Conditions of a ControlNet are taken with them
-            (`held_back_conditions`) where the module says `draws_to_conditions = True`, given to its `sample` as
+            the module says `samples_from = "class_labels"`. Conditions of a ControlNet are taken with them
+            (`held_back_conditions`) where the module says `samples_to_conditions = True`, given to its `sample` as
             `condition`, and shown above the samples; so are `references` of pipelines that edit images.
         every_n_steps: Optimizer steps between two samplings; None samples at the end of every validation.
         sampling: Arguments of `SamplingCallback`. The start noise is the same each time, so that images compare.
@@ -253,16 +253,16 @@ class SampleImages(SamplingCallback):
         Raises:
             ConfigurationError: The module cannot sample, or needs conditions, which named prompts have not.
         """
-        if type(self).draw is SampleImages.draw:
+        if type(self).sample is SampleImages.sample:
             self.require_sample(pl_module)
-        if self._named is not None and draws_to_conditions(pl_module):
+        if self._named is not None and samples_to_conditions(pl_module):
             raise ConfigurationError(
                 f"{type(pl_module).__name__} samples to conditions, and prompts that are named have none; leave "
                 "them out (callbacks.samples.prompts=null): captions of the data come with their own conditions"
             )
         self._last_step = 0 if self.every_n_steps is None else trainer.global_step
         self.prompts, self.conditions = self._named, None
-        self.draws_by_layers = False
+        self.samples_by_layers = False
         restored, self._restored = self._restored, {}
         self._steps = list(restored.get("steps", []))
         if self.prompts is None and "prompts" in restored:
@@ -277,7 +277,7 @@ class SampleImages(SamplingCallback):
         """Takes captions of the first batch, if there are no others; raises ConfigurationError if it has none."""
         if self.prompts is None:
             entries = batch if isinstance(batch, Mapping) else {}
-            captions = entries.get(draws_from(pl_module), [])
+            captions = entries.get(samples_from(pl_module), [])
             conditions = entries.get("references", entries.get("condition"))
             if conditions is None and "video" in entries:  # whose first frame is its condition
                 conditions = (entries["video"][:, :, 0] + 1) / 2
@@ -285,7 +285,7 @@ class SampleImages(SamplingCallback):
             self._take(trainer, pl_module, captions, conditions)
         if self.prompts is None:
             raise ConfigurationError(
-                f"SampleImages samples captions of the data, and batches have no {draws_from(pl_module)!r}; say "
+                f"SampleImages samples captions of the data, and batches have no {samples_from(pl_module)!r}; say "
                 "which: prompts=[...] (callbacks.samples.prompts), or leave it out (callbacks.samples=null)"
             )
 
@@ -297,7 +297,7 @@ class SampleImages(SamplingCallback):
         conditions: Tensor | list[Any] | None,
     ) -> None:
         """Takes prompts and conditions of rank 0, on all ranks: pipelines have other data, but sample together."""
-        if not draws_to_conditions(module):
+        if not samples_to_conditions(module):
             conditions = None
         if isinstance(conditions, list):
             conditions = [torch.from_numpy(each[:_NUM_CAPTIONS]) for each in conditions]
@@ -312,13 +312,13 @@ class SampleImages(SamplingCallback):
     ) -> None:
         """Samples after every `every_n_steps`-th optimizer step."""
         if self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0:
-            self._draw_once(trainer, pl_module)
+            self._sample_once(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Samples at the end of a validation, if not every few steps."""
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if self.every_n_steps is None and fitting:
-            self._draw_once(trainer, pl_module)
+            self._sample_once(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the steps at which images were sampled, and captions taken from the data."""
@@ -331,12 +331,12 @@ class SampleImages(SamplingCallback):
         """Keeps the captions and the steps of the run that goes on."""
         self._restored = dict(state_dict)
 
-    def _draw_once(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def _sample_once(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         step = trainer.global_step
         if step == self._last_step:  # accumulation: several batches, one step
             return
         self._last_step = step
-        images = self.draw(trainer, pl_module)
+        images = self.sample(trainer, pl_module)
         if trainer.fast_dev_run:  # tries everything and leaves the images of other runs alone
             return
         number = [c for c in trainer.callbacks if isinstance(c, SampleImages)].index(self)
@@ -396,45 +396,45 @@ class SampleImages(SamplingCallback):
         size = max(1, round(factor * height)), max(1, round(factor * width))
         return steps, image_grid(F.interpolate(tiles.float(), size, mode="area"), len(shown))
 
-    def draw(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
-        """Samples the prompts; see `draw_for`."""
+    def sample(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
+        """Samples the prompts; see `sample_for`."""
         assert self.prompts is not None, "captions are taken when training starts"
         conditions = self.conditions
         if isinstance(conditions, list):
             conditions = [each.numpy() for each in conditions]
         elif conditions is not None:
             conditions = conditions / 255
-        return self.draw_for(trainer, module, self.prompts, conditions)
+        return self.sample_for(trainer, module, self.prompts, conditions)
 
 
 def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str], Any]:
     """Returns captions that the data holds back, with conditions where the module needs them."""
     data, none = getattr(trainer, "datamodule", None), lambda count: None
     conditions = None
-    if draws_to_conditions(module):
+    if samples_to_conditions(module):
         conditions = getattr(data, "held_back_conditions", none)(_NUM_CAPTIONS)
         if conditions is None:  # the first batch has both
             return [], None
-    if draws_from(module) != "caption":
+    if samples_from(module) != "caption":
         return [], None
     return getattr(data, "held_back_captions", none)(_NUM_CAPTIONS) or [], conditions
 
 
-def draws_from(module: L.LightningModule) -> str:
+def samples_from(module: L.LightningModule) -> str:
     """Returns the key of a batch's prompts: captions, or class numbers for a module of classes."""
-    return getattr(module, "draws_from", "caption")
+    return getattr(module, "samples_from", "caption")
 
 
-def draws_to_conditions(module: L.LightningModule) -> bool:
+def samples_to_conditions(module: L.LightningModule) -> bool:
     """Returns whether a module needs conditions; batches may have some for one that does not."""
-    return getattr(module, "draws_to_conditions", False)
+    return getattr(module, "samples_to_conditions", False)
 
 
 class _RefusedError(Exception):
     """PipeFusion cannot run on these stages; on all ranks."""
 
 
-def draw_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> Any:
+def sample_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> Any:
     """Samples with all ranks of a pipeline; collective, inside `Pipeline.relayed`.
 
     Args:
@@ -445,18 +445,18 @@ def draw_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> 
     Returns:
         What the call returns; None, with the reason in the log, where PipeFusion cannot do it on these stages.
     """
-    drawer = StageDrawer(pipeline, num_patches)
+    sampler = StageSampler(pipeline, num_patches)
     try:
-        with isolated_random_numbers(derived_seed(pipeline.seed, "drawing")):
-            return images_of(call, drawer.sample)
+        with isolated_random_numbers(derived_seed(pipeline.seed, "sampling")):
+            return images_of(call, sampler.sample)
     except _RefusedError as error:
         if pipeline.mesh.rank == 0:
             _log.info("samples are computed layer by layer, not by PipeFusion: %s", error)
         return None
 
 
-class StageDrawer:
-    """Runs the denoising loop of one call; arguments as of `draw_on_stages`."""
+class StageSampler:
+    """Runs the denoising loop of one call; arguments as of `sample_on_stages`."""
 
     def __init__(self, pipeline: Pipeline, num_patches: int) -> None:
         self._pipeline, self._mesh, self._num_patches = pipeline, pipeline.mesh, num_patches

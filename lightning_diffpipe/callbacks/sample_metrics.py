@@ -29,8 +29,8 @@ from torchmetrics.multimodal.clip_score import CLIPScore
 from lightning_diffpipe.callbacks.monitor import pipeline_of
 from lightning_diffpipe.callbacks.sample_images import (
     SamplingCallback,
-    draws_from,
-    draws_to_conditions,
+    samples_from,
+    samples_to_conditions,
 )
 from lightning_diffpipe.errors import ConfigurationError, require_number
 
@@ -108,11 +108,13 @@ class SampleMetric(SamplingCallback):
             return
         entries = dict(batch) if isinstance(batch, Mapping) else {}
         seen = "video" if "video" in entries else "image"
-        keys = [seen, draws_from(pl_module)]
-        if seen == "video" and draws_to_conditions(pl_module):  # whose first frame is its condition
+        keys = [seen, samples_from(pl_module)]
+        if seen == "video" and samples_to_conditions(
+            pl_module
+        ):  # whose first frame is its condition
             entries.setdefault("condition", (entries[seen][:, :, 0] + 1) / 2)
         shown = "references" if "references" in entries else "condition"
-        keys += [shown] * draws_to_conditions(pl_module)
+        keys += [shown] * samples_to_conditions(pl_module)
         if missing := [name for name in keys if name not in entries]:
             raise ConfigurationError(
                 f"{type(self).__name__} compares sampled images with those of validation batches, which have no "
@@ -149,7 +151,9 @@ class SampleMetric(SamplingCallback):
             conditions = (self._conditions[rows] or self._conditions[:1]) or None
             stacked = conditions and self._stacked(conditions, device)
             seed = self.seed + batch_index * num_pipelines + pipeline_index
-            images = self.draw_for(trainer, pl_module, prompts or self._prompts[:1], stacked, seed)
+            images = self.sample_for(
+                trainer, pl_module, prompts or self._prompts[:1], stacked, seed
+            )
             if prompts:
                 with torch.no_grad():
                     frames = images.to(device).clamp(0, 1).flatten(0, -4)
@@ -270,10 +274,10 @@ class ClipScore(SampleMetric):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuses a module that samples no captions."""
         super().setup(trainer, pl_module, stage)
-        if draws_from(pl_module) != "caption":
+        if samples_from(pl_module) != "caption":
             raise ConfigurationError(
                 f"ClipScore compares images with captions, and {type(pl_module).__name__} samples "
-                f"{draws_from(pl_module)}; leave it out (callbacks.clip_score=null), or take fid"
+                f"{samples_from(pl_module)}; leave it out (callbacks.clip_score=null), or take fid"
             )
 
     def add_samples(self, images: Tensor, prompts: list[Any]) -> None:

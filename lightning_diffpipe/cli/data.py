@@ -133,11 +133,12 @@ def _sheet(shown: dict[Any, list[Any]]) -> Any:
             levels = (pixels * 255).round().byte().permute(1, 2, 0).numpy()
             left = _MARGIN + place * (width + _MARGIN)
             row.paste(Image.fromarray(levels).resize((width, _HEIGHT)), (left, line))
-            caption = " ".join(sample["caption"].split())
+            caption = shown_text = " ".join(sample["caption"].split())
             # One line, which is shortened to the image's width.
-            while font.getlength(caption) > width:
+            while caption and font.getlength(shown_text) > width:
                 caption = caption[: -max(1, len(caption) // 8)]
-            draw.text((left, line + _HEIGHT + 2), caption, "black", font)
+                shown_text = f"{caption}\N{HORIZONTAL ELLIPSIS}"
+            draw.text((left, line + _HEIGHT + 2), shown_text, "black", font)
         rows.append(row)
     sheet = Image.new(
         "RGB", (max(row.width for row in rows), sum(row.height for row in rows)), "white"

@@ -91,7 +91,8 @@ def _be_quiet() -> None:
         ".*Sparse CSR tensor support is in beta",
     ):
         warnings.filterwarnings("ignore", message=message)
-    of_no_use = (  # of other products, devices and defaults; and of each rank's start, of which one line is enough
+    # Of other products, devices and defaults; and of each rank's start, of which one line is enough.
+    of_no_use = (
         *("💡 Tip", "TPU available", "`Trainer(limit_", "`weights_only` was not set"),
         "Initializing distributed: GLOBAL_RANK",
     )

@@ -133,7 +133,11 @@ def _call(name: str, task: Callable[[DictConfig], Any]) -> None:
     plain = name in _PRINTING and not flags and not any(s.startswith("hydra") for s in settings)
     if helps or plain:
         with _reader_may_leave(), hydra.initialize_config_module(_CONF, version_base="1.3"):
-            config = _composed(name, settings)
+            # `hydra.main` would compose it twice.
+            whole = hydra.compose(name, overrides=settings, return_hydra_config=True)
+            HydraConfig.instance().set_config(whole)
+            config = _without_hydra(whole)
+            OmegaConf.set_struct(config, True)
             (_print_help if helps else task)(config)
     else:
         prints = name in _PRINTING or {f.partition("=")[0] for f in flags} & _PRINTED
@@ -162,15 +166,6 @@ def _expected(name: str) -> DictConfig:
         if options.get(override.partition("=")[0], "") is None
     ]
     return hydra.compose(name, overrides=chosen) if chosen else _without_hydra(config)
-
-
-def _composed(name: str, settings: Sequence[str]) -> DictConfig:
-    """Composes the config of a verb; `hydra.main` would do so twice."""
-    config = hydra.compose(name, overrides=[*settings], return_hydra_config=True)
-    HydraConfig.instance().set_config(config)
-    of_verb = _without_hydra(config)
-    OmegaConf.set_struct(of_verb, True)
-    return of_verb
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:

@@ -186,7 +186,6 @@ def show(config: DictConfig) -> None:
     from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
     from lightning_diffpipe.viewing.plot import chrome_trace, plot
     from lightning_diffpipe.viewing.report import cost_table, report
-    from lightning_diffpipe.viewing.text import render
 
     values = plain(config)
     form, output = values["as"], values["output"]
@@ -210,7 +209,7 @@ def show(config: DictConfig) -> None:
         case "report":
             print(report(plan, values["max_columns"]))
         case "timeline":
-            print(render(plan.timeline, max_columns=values["max_columns"]))
+            print(plan.timeline.render(max_columns=values["max_columns"]))
         case "trace":
             _write(output, chrome_trace({"planned": plan.timeline}))
         case "image":

@@ -157,7 +157,9 @@ def _refuse_by_model(values: dict[str, Any]) -> None:
     sampler, request, cpu = values["sampler"], _request(values), torch.device("cpu")
     vae = [each for each in ("tiling", "slicing") if values[f"vae_{each}"]]
     ema = sampler.get("ema", True)
-    source = open_source(values["path"], False, cpu, ema=ema, vae=vae, **_opening(values))
+    # Kernels of a GPU are tried by its rank.
+    further = {"ema": ema, "vae": vae, "tries_kernels": values["trainer"]["accelerator"] == "cpu"}
+    source = open_source(values["path"], False, cpu, **further, **_opening(values))
     options = {name: request.pop(name) for name in values["options"]}
     with named({"num_patches": "sampler.num_patches", "method": "sampler"}):
         settings = Settings(**request, options=options)

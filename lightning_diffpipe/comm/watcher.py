@@ -90,7 +90,7 @@ class Status:
         failure: Reason why the rank was lost, or ends its run; empty if it does not.
         follows: Whether it ends its run because it lost another rank.
         signal: The phase in which it got SIGTERM; empty if it did not.
-        turn: Number of the turn, which is what ranks of a Predictor do together, such as drawing.
+        turn: Number of the turn, which is what ranks of a Predictor do together, such as sampling.
         step: Steps in this turn so far; -1 before the first one; 0 when it is done, or has nothing to do.
         refuses: Whether it raised an error in this turn, which it will send to the others.
         waits: Whether it has been in one wait for other ranks for as long as a rank may be silent.

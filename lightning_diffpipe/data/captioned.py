@@ -223,9 +223,10 @@ class CaptionedDataModule(L.LightningDataModule):
         """Returns shuffled batches of `batch_size`, without the incomplete last one."""
         return self._loader(self.train_set, shuffle=True)
 
-    def val_dataloader(self) -> DataLoader[Sample]:
-        """Returns all held-back samples, in order."""
-        return self._loader(self.validation_set, shuffle=False)
+    def val_dataloader(self) -> DataLoader[Sample] | list:
+        """Returns all held-back samples, in order; an empty list without any."""
+        held_back = self.validation_set
+        return self._loader(held_back, shuffle=False) if len(held_back) else []
 
     def held_back_captions(self, count: int) -> list[str]:
         """Returns up to `count` captions of the samples held back, spread over them, for samples in training."""

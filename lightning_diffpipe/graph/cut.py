@@ -35,7 +35,6 @@ class StageCut:
         needed: Tensors that must be real here; all others are dummies.
         received_gradients: Tensors of `received` for which a gradient goes back.
         sent_gradients: Tensors of `sent` for which a gradient comes back.
-        read_here_only: Tensors of `received_gradients` whose layer has no gradient if none comes from this stage.
         parameters: Parameters that must be resident, trained or not.
         written_buffers: Buffers that change here and nowhere else.
         sees_all: All that the loss reads is real here. With several chains each computes its own part of the loss,
@@ -52,7 +51,6 @@ class StageCut:
     needed: frozenset[TensorKey]
     received_gradients: tuple[TensorKey, ...]
     sent_gradients: tuple[TensorKey, ...]
-    read_here_only: frozenset[TensorKey]
     parameters: frozenset[str]
     written_buffers: frozenset[str]
     is_last: bool
@@ -166,13 +164,8 @@ def _routes(
         readers = tuple(s for s, keys in enumerate(reads) if key in keys)
         back = readers if graph.needs_gradient(key) else ()
         returned = route(maker, tuple(s for s in back if s in carrying), shared, carrying)
-        others_read = len(readers) > 1 or any(
-            key in graph.layers[i].reads for i in stage_layers[maker]
-        )
-        outputs = list(filter(graph.needs_gradient, graph.layers[key[0]].tensor_keys))
-        is_only = outputs == [key] and not others_read
         there = route(maker, readers, shared, None, returned)
-        routes[key] = _TensorRoute(there, returned.readers, readers[0] if is_only else None)
+        routes[key] = _TensorRoute(there, returned.readers)
     return routes
 
 
@@ -188,16 +181,10 @@ def tail(graph: LayerGraph) -> StageCut:
 
 @dataclass(frozen=True, slots=True)
 class _TensorRoute:
-    """The route of a tensor to its readers, and the stages from which a gradient of it comes back.
-
-    Attributes:
-        only_reader: The stage without which the layer that makes the tensor would have no gradient; None if
-            several read it, or if other outputs of the layer need a gradient.
-    """
+    """The route of a tensor to its readers, and the stages from which a gradient of it comes back."""
 
     route: Route
     returned_by: frozenset[int]
-    only_reader: int | None
 
 
 def _stage_cut(
@@ -233,7 +220,6 @@ def _stage_cut(
         needed=needed,
         received_gradients=tuple(k for k in received if index in routes[k].returned_by),
         sent_gradients=tuple(k for k, to in readers.items() if to & routes[k].returned_by),
-        read_here_only=frozenset(k for k in received if index == routes[k].only_reader),
         parameters=parameters | (graph.tail_parameters if is_last else frozenset()),
         written_buffers=frozenset().union(*(graph.layers[i].written_buffers for i in layers)),
         is_last=is_last,

@@ -2,13 +2,13 @@
 
 They leave no trace, and nobody sees them: what they change is restored, what they print or log is dropped. Hooks
 on modules belong to the model and run; hooks on gradients of parameters do not. Not restored is what a step keeps
-where nobody looks: in what a function closes over, in an object without `__dict__`, or in a Python file that
-defines no class of the model.
+where nobody looks: in an object of C that shows no memory, or in a Python file that defines no class of the model.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import itertools
 import logging
@@ -87,7 +87,6 @@ def hooks_off(parameters: Iterable[nn.Parameter]) -> Iterator[HooksOf]:
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict, Counter})
-_MAPPINGS = (dict, types.MappingProxyType)
 _MOST_ENTRIES = 1000  # of a container that is searched for others: each step does
 _MOST_BYTES = 2**20  # of a tensor that is copied in case it is written in place
 _STATES: tuple[type, ...] = (bool, int, float, str, type(None), Tensor, np.ndarray)
@@ -96,15 +95,70 @@ _WITHOUT_STATE = _LIBRARIES | sys.stdlib_module_names - {"types", "argparse"}  #
 _MISSING = object()
 
 
+class _Places:
+    """What cells of a function, or slots of an object, hold, by number; as far as this file asks it, a dict."""
+
+    def __init__(self, places: Sequence[tuple[Any, str]]) -> None:
+        self._places = places
+
+    def __setitem__(self, number: int, value: Any) -> None:
+        object.__setattr__(*self._places[number], value)
+
+    def copy(self) -> dict[int, Any]:
+        held = {}
+        for number, place in enumerate(self._places):
+            with contextlib.suppress(AttributeError, ValueError):  # nothing was put there yet
+                held[number] = object.__getattribute__(*place)
+        return held
+
+    def values(self) -> Iterable[Any]:
+        return self.copy().values()
+
+    def items(self) -> Iterable[tuple[int, Any]]:
+        return self.copy().items()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.copy())
+
+    def __len__(self) -> int:
+        return len(self.copy())
+
+    def clear(self) -> None:
+        for number in self.copy():
+            object.__delattr__(*self._places[number])
+
+    def update(self, before: Any) -> None:
+        for number, value in dict(before).items():
+            self[number] = value
+
+
+_MAPPINGS = (dict, types.MappingProxyType, _Places)
+
+
+def _cells_of(function: types.FunctionType) -> Any:
+    cells = function.__closure__
+    if cells is None or _is_librarys(function.__globals__.get("__name__", "")):
+        return None
+    with contextlib.suppress(ValueError):  # a cell is empty
+        if all(isinstance(cell.cell_contents, type) for cell in cells):  # for `super()`
+            return None
+    return _Places([(cell, "cell_contents") for cell in cells])
+
+
+def _is_librarys(module: str) -> bool:
+    return module.partition(".")[0] in _WITHOUT_STATE
+
+
 def _holders(values: Sequence[Any], depth: int = 3) -> Iterator[Any]:
     """Yields containers among values, attributes of objects, and what is inside of them."""
     while values and depth:
         # Asked of each kind, as there are thousands of values, before each batch.
         entries_of = {kind: _entries_of(kind) for kind in set(map(type, values))}
         level = [entries(v) for v in values if (entries := entries_of[type(v)]) is not None]
+        level = [each for each in level if each is not None]  # of functions with nothing to keep
         yield from level
         small = [entries for entries in level if len(entries) <= _MOST_ENTRIES]
-        values = [v for e in small for v in (e.values() if isinstance(e, dict) else e)]
+        values = [v for e in small for v in (e.values() if isinstance(e, _MAPPINGS) else e)]
         depth -= 1
 
 
@@ -112,9 +166,15 @@ def _entries_of(kind: type) -> Callable[[Any], Any] | None:
     """Returns what gives the container that a value of some kind is or has; None if code keeps no state there."""
     if kind in _CONTAINERS or (issubclass(kind, dict) and kind.update is dict.update):
         return lambda value: value
-    if not kind.__dictoffset__ or issubclass(kind, nn.Module | Tensor | type):
+    if kind is types.FunctionType:
+        return _cells_of
+    if issubclass(kind, nn.Module | Tensor | type) or _is_librarys(kind.__module__):
         return None
-    return None if kind.__module__.partition(".")[0] in _WITHOUT_STATE else vars
+    if kind.__dictoffset__:
+        return vars
+    slots = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    names = [n for s in slots for n in s if isinstance(s[n], types.MemberDescriptorType)]
+    return (lambda value: _Places([(value, name) for name in names])) if names else None
 
 
 class _Rewound(Iterator[Any]):
@@ -163,7 +223,7 @@ def _copied(holder: Any) -> Any:
     """Returns a copy of a container."""
     if not holder:
         return ()  # without memory of its own: most of a module's are empty
-    return holder.copy() if type(holder) in _CONTAINERS else dict(holder)
+    return holder.copy() if type(holder) in {*_CONTAINERS, _Places} else dict(holder)
 
 
 def _is_same(now: Any, before: Any) -> bool:
@@ -200,7 +260,7 @@ def _put(owner: Any, name: Any, value: Any) -> None:
     if isinstance(owner, type):
         type.__setattr__(owner, name, value)
     else:
-        (owner if isinstance(owner, dict | list | deque) else vars(owner))[name] = value
+        (owner if isinstance(owner, dict | list | deque | _Places) else vars(owner))[name] = value
 
 
 _users: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
@@ -210,7 +270,7 @@ def _users_code(root: nn.Module) -> list[Any]:
     """Returns the classes of modules that are no library's, and the files that define them."""
     if root not in _users:
         kinds = {kind for module in root.modules() for kind in type(module).__mro__}
-        classes = [k for k in kinds if k.__module__.partition(".")[0] not in _WITHOUT_STATE]
+        classes = [k for k in kinds if not _is_librarys(k.__module__)]
         files = {k.__module__ for k in classes} & sys.modules.keys()
         _users[root] = [*classes, *(sys.modules[file] for file in files)]
     return _users[root]
@@ -241,7 +301,7 @@ def _attributes_restored(
     small = [each for each in held if len(each) <= _MOST_ENTRIES and id(each) not in tables]
     attributes = [vars(owner) for owner in owners]
     maps = [(owner, vars(owner)) for owner, kinds in owners.items() if kinds is not _STATES]
-    maps += ((each, each) for each in small if isinstance(each, dict))
+    maps += ((each, each) for each in small if isinstance(each, dict | _Places))
     maps += ((each, dict(enumerate(each))) for each in small if isinstance(each, list | deque))
     kinds_held = set[type]().union(*(map(type, each.values()) for _, each in maps))
     iterators = set(filter(_is_iterator, kinds_held))
@@ -260,7 +320,7 @@ def _attributes_restored(
     snapshots = list(zip(owners, copies, owners.values(), strict=True))
     holders = [(each, _copied(each)) for each in held]
     for each in small:
-        values += each.values() if isinstance(each, dict) else each
+        values += each.values() if isinstance(each, _MAPPINGS) else each
     try:
         with _written_restored(values):
             yield
@@ -305,16 +365,35 @@ def _may_be_written(value: Tensor | np.ndarray[Any, Any]) -> bool:
     )
 
 
+def _memory_of(value: Any) -> Any:
+    """Returns a copy of an object whose memory can be written, such as an `array.array`; None of others."""
+    try:
+        view = memoryview(value)
+        is_state = not view.readonly and view.c_contiguous and view.nbytes <= _MOST_BYTES
+        return copy.copy(value) if is_state and type(value) is not np.ndarray else None
+    except (TypeError, ValueError, BufferError):
+        return None
+
+
 @contextlib.contextmanager
-def _written_restored(values: Iterable[Any]) -> Iterator[None]:
+def _written_restored(values: Sequence[Any]) -> Iterator[None]:
     """Restores small tensors and arrays among values, however they are written in place."""
     written = [value for value in values if type(value) in (Tensor, np.ndarray)]
     states = list({id(value): value for value in written if _may_be_written(value)}.values())
     copies = [x.clone() if isinstance(x, Tensor) else x.copy() for x in states]
+    kinds = {type(value): value for value in values}
+    shown = {kind for kind, value in kinds.items() if _memory_of(value) is not None}
+    memories = [
+        (v, before) for v in values if type(v) in shown and (before := _memory_of(v)) is not None
+    ]
     versions = [version_of(x) if isinstance(x, Tensor) else 0 for x in states]
     try:
         yield
     finally:
+        for memory, before in memories:
+            if memoryview(memory).nbytes != memoryview(before).nbytes:
+                memory[:] = before
+            memoryview(memory).cast("B")[:] = memoryview(before).cast("B")
         for state, value, version in zip(states, copies, versions, strict=True):
             if isinstance(state, np.ndarray):
                 state[...] = value

@@ -178,6 +178,7 @@ class View:
         self.final = len(graph.layers) if cut.is_last else max(cut.layers, default=-1)
         received = set(cut.received)
         self.sent = _by_layer(key for key in cut.sent if key not in received)
+        self.returned = {layer for layer, _ in cut.sent_gradients} & cut.layers
         self.needed = _by_layer(cut.needed)
         self.memo: Memo | None = None
         self.dummy_memory = memory or DummyMemory()
@@ -213,10 +214,12 @@ class StubbedRun(Run):
 
     Attributes:
         outputs: Tensors made here that others read, still attached to the autograd graph.
+        reached: Layers to whose outputs a gradient came from what reads them here.
     """
 
     def __init__(self, view: View) -> None:
         self.outputs: dict[TensorKey, Tensor] = {}
+        self.reached: set[int] = set()
         self._view = view
         self._position = 0
         self._inside = self._in_fine = self._stopping = False
@@ -386,7 +389,7 @@ class StubbedRun(Run):
                 "must return the same structure for all batches of one signature"
             )
         sent = self._view.sent.get(layer.index, _NONE)
-        changed = bool(layer.mutated)
+        is_watched, changed = layer.index in self._view.returned, bool(layer.mutated)
         for leaf, expected in enumerate(layer.outputs):
             value = flat[leaf]
             if isinstance(expected, TensorSpec):
@@ -394,7 +397,11 @@ class StubbedRun(Run):
                     raise _wrong_output(layer, leaf, value, expected)
                 if leaf in sent:
                     flat[leaf] = self._keep(layer, leaf, value, expected)
-                    changed = changed or flat[leaf] is not value
+                if is_watched and flat[leaf].requires_grad:
+                    # Gradients from other stages pass neither this hook nor those of glue.
+                    flat[leaf] = flat[leaf].view_as(flat[leaf])
+                    flat[leaf].register_hook(self._noting(layer.index))
+                changed = changed or flat[leaf] is not value
             elif not isinstance(expected, SameAs | Opaque) and not is_equal(value, expected):
                 raise _wrong_output(layer, leaf, value, expected)
         if not changed:
@@ -406,6 +413,10 @@ class StubbedRun(Run):
                 flat[leaf] = flat[expected.leaf]
         return flat[0] if spec is None else pytree.tree_unflatten(flat, spec)
 
+    def _noting(self, layer: int) -> Callable[[Tensor], None]:
+        reached = self.reached  # not the run, which would hold itself
+        return lambda _gradient: reached.add(layer)
+
     def _keep(self, layer: Layer, leaf: int, value: Tensor, expected: TensorSpec) -> Tensor:
         # One that needs no gradient any more, as what makes it was frozen, is where the backward ends.
         if torch.is_grad_enabled() and value.requires_grad and not expected.requires_grad:
@@ -415,16 +426,7 @@ class StubbedRun(Run):
             )
         value = with_layout(value, expected)
         self.outputs[layer.index, leaf] = value
-        # Gradients from other stages must not pass hooks of glue, which belong to what reads the tensor here.
-        return value.view_as(value) if self._view.graph.hooks else value
-
-
-def _not_read(layer: Layer, leaf: int) -> GraphError:
-    return GraphError(
-        f"this batch leaves out what is made of output {leaf} of {layer.name}, so that no gradient comes back to "
-        "it, as one did when the step was probed. In one process it would have none, not zeros, which make the "
-        "optimizer take another step. Multiply by 0 what shall not count, instead of leaving it out"
-    )
+        return value
 
 
 def not_probed(name: str) -> GraphError:
@@ -646,12 +648,11 @@ class StageRun(StubbedRun):
             leaf = self._leaves.get(key)
             both = None if leaf is None else leaf.grad, grads.get(key)
             gradients = [gradient for gradient in both if gradient is not None]
+            if both[0] is not None:
+                self.reached.add(key[0])
             if gradients:  # from layers here, and passed through
                 result[key] = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
             else:
-                is_missed = key in self._view.cut.read_here_only
-                if is_missed and leaf is not None and leaf.requires_grad:
-                    raise _not_read(self._view.graph.layers[key[0]], key[1])
                 device = leaf.device if leaf is not None else None
                 result[key] = self._view.graph.spec(key).empty(device).zero_()
         self.outputs.clear()

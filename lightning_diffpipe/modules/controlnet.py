@@ -53,7 +53,7 @@ class ControlNetDiffusion(LatentDiffusion):
     """
 
     part_names = ("unet", "controlnet", "vae", "text_encoder", "tokenizer", "scheduler")
-    draws_to_conditions = True  # the callback SampleImages asks
+    samples_to_conditions = True  # the callback SampleImages asks
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ class Noise:
         loss: For an error d, `"mse"` is its square; `"huber"` `2 c (sqrt(d d + c c) - c)`, its square if small,
             and `"smooth_l1"` `2 (sqrt(d d + c c) - c)`.
         huber_c: The `c` of these.
-        huber_schedule: `"constant"`; `"exponential"`: c falls from 1 at the first time to `huber_c` at the last; or
+        huber_schedule: `"constant"`; `"exponential"`: c falls from 1 without noise to `huber_c` in pure noise; or
             `"snr"`: `c = huber_c + (1 - huber_c) / (1 + s)**2` for noise of s times the signal's deviation.
         pyramid_levels: To noise are added so many levels of it, each 2 to 4 times coarser than the one before, and
             all is divided by its deviation in a sample; 0 for plain noise, 6 is usual.
@@ -230,6 +230,7 @@ class _Schedule:
     noise: Noise
     num_timesteps: int
     num_quantiles = 0  # of the timesteps, with one sum of losses each
+    inverted = False
 
     def noise_by_signal(self, timesteps: Tensor) -> Tensor:
         """Returns the deviation of the noise by the signal's at timesteps, `(B,)`; infinite for pure noise."""
@@ -252,12 +253,13 @@ class _Schedule:
             batch: May have `weight`, `(B,)`, and `mask`, `(B, 1, H, W)` in [0, 1], averaged over a latent's pixels.
         """
         batch, difference = batch or {}, prediction - corrupted.target
+        rising = self._rising(corrupted.timesteps)
         if self.noise.loss == "mse":
             errors = difference.square()
         else:
             c: Any = self.noise.huber_c
             if self.noise.huber_schedule == "exponential":
-                c = _per_sample(c ** (corrupted.timesteps / self.num_timesteps), difference)
+                c = _per_sample(c ** (rising / self.num_timesteps), difference)
             elif self.noise.huber_schedule == "snr":
                 spread = self.noise_by_signal(corrupted.timesteps)
                 c = _per_sample(c + (1 - c) / (1 + spread).square(), difference)
@@ -275,13 +277,17 @@ class _Schedule:
         sums: dict[str, Tensor] = {}
         if self.num_quantiles:
             each = errors.detach().flatten(1).mean(1)
-            quantiles = (corrupted.timesteps * self.num_quantiles / self.num_timesteps).long()
+            quantiles = (rising * self.num_quantiles / self.num_timesteps).long()
             for k in range(self.num_quantiles):
                 # The timestep of pure noise may be `num_timesteps` itself.
                 is_in = quantiles.clamp(max=self.num_quantiles - 1) == k
                 sums[f"{LOSS_BY_TIME}sum_{k}"] = (each * is_in).sum()
                 sums[f"{LOSS_BY_TIME}count_{k}"] = is_in.sum().to(each.dtype)
         return {"loss": errors.mean(), **sums}
+
+    def _rising(self, timesteps: Tensor) -> Tensor:
+        """Returns timesteps counted from data to noise, whichever way the denoiser's are."""
+        return self.num_timesteps - timesteps if self.inverted else timesteps
 
     def logged_sums(self, metrics: Mapping[str, Tensor]) -> Tensor | None:
         """Returns sums and counts by quantile, `(2, num_quantiles)`, of logged `losses`; None if there are none."""
@@ -391,8 +397,7 @@ class FlowMatching(_Schedule):
         return noisy + change if self.inverted else noisy - change
 
     def _noise_share(self, timesteps: Tensor) -> Tensor:
-        share = timesteps / self.num_timesteps
-        return 1 - share if self.inverted else share
+        return self._rising(timesteps) / self.num_timesteps
 
 
 @dataclass(eq=False)

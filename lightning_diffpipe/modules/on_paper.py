@@ -24,7 +24,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import BaseImageProcessor, BatchEncoding
+from transformers import BaseImageProcessor, BatchEncoding, ProcessorMixin
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, require_number
 from lightning_diffpipe.graph.placement import created_in
@@ -32,6 +32,7 @@ from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
 from lightning_diffpipe.modules.parts import PartsModule
 from lightning_diffpipe.modules.pipeline_diffusion import Expert, PipelineDiffusion
+from lightning_diffpipe.pipelines.one_step import image_of
 from lightning_diffpipe.pipelines.stand_ins import Captured, StandIn
 from lightning_diffpipe.pipelines.trial import encoding_means, find_tail
 from lightning_diffpipe.planning.profile import ModelProfile
@@ -257,8 +258,15 @@ class OnPaper:
         for name, entry in parts.items():
             if isinstance(entry, list | tuple) and len(entry) == 2:  # (library, class), or Nones
                 part_class, config = entry[0] and class_of(*entry), configs.get(name, {})
-                if part_class is not None and issubclass(part_class, nn.Module):
+                kind = part_class or type(None)
+                if issubclass(kind, nn.Module):
                     parts[name] = _module(part_class, config, dtype, device)
+                elif issubclass(kind, ProcessorMixin) and image_of(cls):
+                    raise ConfigurationError(
+                        f"{cls.__name__} shows the images that it edits to its {name}, of whose answers "
+                        "configuration files say nothing, so that it cannot be planned for on paper; time its "
+                        "training where it is to run (`diffpipe bench`)"
+                    )
                 else:
                     parts[name] = part_class and _other_part(part_class, config, path, name)
         required = [n for n, p in expected.items() if p.default is p.empty and n != "self"]
@@ -283,12 +291,10 @@ class OnPaper:
                 self.size = self._default_size(self.module)
             step = self.module.step
             self.with_reference |= step.needs_image and not step.animates
-            if self.with_reference and (step.image is None or step.reads_references):
+            if self.with_reference and step.image is None:
                 raise ConfigurationError(
-                    f"{cls.__name__} "
-                    + ("edits no images" if step.image is None else "shows them to a processor")
-                    + ", so that no reference can be planned for on paper; leave with_reference out, or time its "
-                    "training where it is to run (`diffpipe bench`)"
+                    f"{cls.__name__} edits no images, so that no reference can be planned for on paper; leave "
+                    "with_reference out"
                 )
         self.size |= configs.get("size", {})
         self.module.to(dtype)  # tables that are made in another type
@@ -339,7 +345,7 @@ class OnPaper:
             batch = {"video": make(num_samples, 3, frames, height, width)}
         if isinstance(self.module, ControlNetDiffusion) or self.with_reference:
             batch["condition"] = make(num_samples, 3, height, width)
-        if getattr(self.module, "draws_from", "caption") == "class_labels":
+        if getattr(self.module, "samples_from", "caption") == "class_labels":
             return batch | {"class_labels": torch.zeros(num_samples, dtype=torch.long)}
         return batch | {"caption": ["an image"] * num_samples}
 

@@ -88,7 +88,10 @@ class Optimization:
         make = self.optimizer or AdamW
         cls, fixed = (make.func, make.keywords) if isinstance(make, partial) else (make, {})
         settings = {"lr": self.lr, "betas": tuple(self.betas), "weight_decay": self.weight_decay}
-        free = inspect.signature(cls).parameters.keys() - fixed
+        takes = {n: p.default for n, p in inspect.signature(cls).parameters.items()}
+        free = takes.keys() - fixed
+        if isinstance(takes.get("betas"), tuple) and len(takes["betas"]) != 2:
+            free -= {"betas"}
         try:
             return make(groups, **{n: v for n, v in settings.items() if n in free})
         except (TypeError, ValueError) as error:

@@ -76,6 +76,7 @@ from lightning_diffpipe.modules.part_files import (
 )
 from lightning_diffpipe.quantization import (
     has_quantized,
+    keep_outputs_apart,
     quantizations_of,
     quantize_components,
     require_kernels,
@@ -237,13 +238,22 @@ class PartsModule(L.LightningModule):
         """Determines the weights that are as they were read, which checkpoints need not have.
 
         Processors compute float16, a type of files, many times slower than float32: on those frozen parts get that.
+        Quantizations are tried before, as it reads weights.
         """
         if self._trainer is not None:  # not `trainer`, which raises without one
             strategy = self.trainer.strategy
-            if strategy.root_device.type == "cpu":
-                for name in self.frozen_parts:
-                    in_float32(getattr(self, name), torch.float16)
-            require_kernels(quantizations_noted(self), strategy.root_device)
+            slow = self.frozen_parts if strategy.root_device.type == "cpu" else ()
+            for name, part in self.named_children():
+                types = quantizations_noted(part)
+                if name in slow:
+                    types = {
+                        (how, torch.float32 if dtype == torch.float16 else dtype)
+                        for how, dtype in types
+                    }
+                require_kernels(types, strategy.root_device)
+            for name in slow:
+                in_float32(getattr(self, name), torch.float16)
+            keep_outputs_apart(self)
             # `DiffPipeStrategy` has each rank quantize what it trains with.
             if stage != "fit" or not hasattr(strategy, "is_resident"):
                 self._swap_quantized()
@@ -370,7 +380,7 @@ class PartsModule(L.LightningModule):
             for module, mode in modes:
                 module.training = mode
 
-    def drawing(self, prompts: Sequence[str], **settings: Any) -> PipelineCall:
+    def sampling_call(self, prompts: Sequence[str], **settings: Any) -> PipelineCall:
         """Returns the call of `sample`, for samplers that run its loop step by step.
 
         Args:

@@ -426,17 +426,17 @@ class PipelineDiffusion(PartsModule):
             yield
 
     @property
-    def draws_from(self) -> str:
+    def samples_from(self) -> str:
         """Key of the batch with prompts or class numbers to sample from; for the callback SampleImages."""
         return "class_labels" if self.step.condition == "class_labels" else "caption"
 
     @property
-    def draws_to_conditions(self) -> bool:
+    def samples_to_conditions(self) -> bool:
         """Whether sampling needs a condition with each prompt; for the callback SampleImages."""
         return self.step.needs_image
 
     @property
-    def draws_apart(self) -> bool:
+    def samples_one_by_one(self) -> bool:
         """Whether each prompt is sampled by a call of its own; for the callback SampleImages."""
         return self.step.animates
 
@@ -470,7 +470,7 @@ class PipelineDiffusion(PartsModule):
         settings["num_inference_steps"] = num_inference_steps
         calls = [(prompts, condition)]
         of_references = not isinstance(condition, Tensor | None)
-        is_apart = self.draws_apart and condition is not None
+        is_apart = self.samples_one_by_one and condition is not None
         if is_apart or (self.step.reads_references and of_references):
             of_row = lambda row: [x[row] for x in condition] if of_references else condition[row]
             rows = [slice(i, i + 1) for i in range(len(prompts))]
@@ -480,7 +480,9 @@ class PipelineDiffusion(PartsModule):
         try:
             with self.evaluating():
                 sampled = [
-                    self.pipeline(**self.drawing(texts, condition=images, **settings).arguments)[0]
+                    self.pipeline(
+                        **self.sampling_call(texts, condition=images, **settings).arguments
+                    )[0]
                     for texts, images in calls
                 ]
         finally:
@@ -488,7 +490,7 @@ class PipelineDiffusion(PartsModule):
         images = [torch.stack(list(each)) if isinstance(each, list) else each for each in sampled]
         return images[0] if len(images) == 1 else torch.cat(images)
 
-    def drawing(
+    def sampling_call(
         self,
         prompts: Sequence[Any],
         guidance_scale: float | None = None,

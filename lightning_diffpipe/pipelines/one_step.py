@@ -49,6 +49,7 @@ from lightning_diffpipe.pipelines.stand_ins import (
     Captured,
     Draw,
     Lockstep,
+    OneFile,
     PaddingProcessor,
     PaddingTokenizer,
     StandIn,
@@ -205,8 +206,9 @@ class OneStep:
         mixes_image: Whether a method of it mixes the image into the noise that it samples; in training it returns
             the noise alone.
         needs_image: Whether it needs an image.
-        reads_references: Whether it passes the image to a processor, which reads it in 8 bits. Then the call is run
-            for each sample, as such pipelines read a list of images for those of one sample.
+        one_by_one: Whether its call is run for each sample.
+        reads_references: Whether it passes the image to a processor, which reads it in 8 bits. Then it is
+            `one_by_one`, as such pipelines read a list of images for those of one sample.
         reads_several: Whether a sample may have several images then.
         guides_by_image: Whether it can be guided by the difference that the image makes.
         note_tokens: As `PaddingTokenizer` takes it.
@@ -242,7 +244,7 @@ class OneStep:
         self.neutral = _NEUTRAL[self.condition]
         self.image = image_of(type(pipeline))
         self.needs_image = self.image in required_by(type(pipeline))
-        self.reads_references = self.reads_several = False
+        self.one_by_one = self.reads_references = self.reads_several = False
         self.animates = self.needs_image and not {*_FRAMES}.isdisjoint(self._parameters)
         self.image_noise: tuple[float, float] | None = None
         self.mixes_image = False
@@ -312,13 +314,13 @@ class OneStep:
         parts = dict(parts)
         if shown is not None and self.decoder is not None:
             parts[self.decoder] = dropping_encoder(parts[self.decoder], shown)
-        if self.reads_references and self.image in further:
-            num_references = len(further[self.image])
+        if self.one_by_one and self.image in further:
+            num_references = len(further[self.image]) if self.reads_references else 1
             if num_references > 1 and not self.reads_several:
                 raise ConfigurationError(
                     f"{self.name} edits one image, and each sample has {num_references} references; name one"
                 )
-            predicted = self._predicted_in_lockstep(inputs, parts, further)
+            predicted = self._predicted_in_lockstep(inputs, parts, further, generator)
         else:
             predicted = self._predicted(inputs, parts, further, generator)
         if predicted is None or predicted.shape != tail.predicted(noisy).shape:
@@ -329,12 +331,17 @@ class OneStep:
         return predicted
 
     def _predicted_in_lockstep(
-        self, inputs: StepInputs, parts: Mapping[str, Any], further: Mapping[str, Any]
+        self,
+        inputs: StepInputs,
+        parts: Mapping[str, Any],
+        further: Mapping[str, Any],
+        generator: torch.Generator | None,
     ) -> Tensor | None:
         """Returns the predictions for samples of which the call takes one at a time."""
-        vae, encoders = self.decoder, [n for n in parts if n.startswith("text_encoder")]
+        vae = self.decoder
+        encoders = [n for n in parts if n.startswith(("text_encoder", "image_encoder"))]
         lockstep = Lockstep(
-            {n: parts[n] for n in (self.denoiser, *encoders) if parts[n] is not None},
+            {n: parts[n] for n in (*encoders, self.denoiser) if parts[n] is not None},
             {} if vae is None else {vae: parts[vae]},
             {n: p for n, p in parts.items() if isinstance(p, ProcessorMixin)},
             getattr(self._pipeline, "image_processor", None),
@@ -344,10 +351,14 @@ class OneStep:
             predicted = []
             for i, stand_ins in enumerate(lockstep.parts()):
                 row = slice(i, i + 1)
-                images = [Image.fromarray(image[i]) for image in further[self.image]]
                 others = {n: value[row] for n, value in further.items() if n != self.image}
-                others[self.image] = images if len(images) > 1 else images[0]
-                predicted.append(self._predicted(inputs.of(row), {**parts, **stand_ins}, others))
+                if self.reads_references:
+                    images = [Image.fromarray(image[i]) for image in further[self.image]]
+                    others[self.image] = images if len(images) > 1 else images[0]
+                else:
+                    others[self.image] = further[self.image][row]
+                known = {**parts, **stand_ins}
+                predicted.append(self._predicted(inputs.of(row), known, others, generator))
             if not lockstep.answer():
                 return None if None in predicted else torch.cat(predicted)
 
@@ -460,6 +471,7 @@ class OneStep:
                 encode = encoding_first_frames(vae, images, image_noise, generator)
                 processors = {n: p for n, p in attributes.items() if hasattr(p, "preprocess_video")}
                 attributes.update({n: first_frame_processor(p) for n, p in processors.items()})
+                further = {**further, self.image: OneFile(images)}
             attributes[self.decoder] = no_decoder(parts[self.decoder], on_decode, encode)
         networks = [name for name, part in parts.items() if hasattr(part, "modules")]
         attributes.update({n: placed(attributes[n], timesteps.device) for n in networks})
@@ -493,7 +505,8 @@ class OneStep:
             elif isinstance(part, BaseImageProcessor):
                 readers[name] = tensor_processor(part)
             elif hasattr(part, "num_conditions"):  # guidance as a part of its own
-                readers[name] = part.new(guidance_scale=1.0)
+                readers[name] = copy.copy(part)  # a new one would log that guiders are experimental
+                readers[name].guidance_scale = 1.0
         return readers
 
     def _denoiser_of(

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from PIL import Image
 from torch import Tensor, nn
 from transformers import BatchEncoding, BatchFeature
 
@@ -382,7 +383,7 @@ class Lockstep:
     ) -> None:
         self._networks, self._encoders, self._images = networks, encoders, images
         self._answers: list[list[Any]] = [[] for _ in range(num_samples)]
-        self._asked: list[tuple[Callable[..., Any], Any, Any]] = []
+        self._asked: list[tuple[str, list[Any], Callable[..., Any], Any, Any]] = []
         methods = ("resize", "preprocess") if images is not None else ()
         self._prepared = [
             (
@@ -395,13 +396,13 @@ class Lockstep:
     def parts(self) -> Iterator[dict[str, Any]]:
         """Yields the stand-ins for a run of the call, sample by sample."""
         for answers, (processors, methods) in zip(self._answers, self._prepared, strict=True):
-            replies = iter(answers)
+            asking = answers, iter(answers)
             parts: dict[str, Any] = {name: make() for name, make in processors.items()}
             for name, part in self._networks.items():
-                call = partial(self._ask, part, replies)
+                call = partial(self._ask, name, part, *asking)
                 parts[name] = StandIn(part, call=call, dtype=dtype_of(part))
             for name, part in self._encoders.items():
-                mode = partial(self._ask, partial(_mode, part), replies)
+                mode = partial(self._ask, name, partial(_mode, part), *asking)
                 encode = lambda pixels, mode=mode: posterior_of(mode(pixels))
                 parts[name] = StandIn(part, encode=encode)
             if methods:
@@ -409,21 +410,30 @@ class Lockstep:
                 parts["image_processor"] = StandIn(self._images, **stand_ins)
             yield parts
 
-    def _ask(self, compute: Any, given: Iterator[Any], *args: Any, **options: Any) -> Any:
+    def _ask(
+        self, name: str, compute: Any, answers: Any, given: Any, *args: Any, **options: Any
+    ) -> Any:
         for answer in given:
             return answer
-        self._asked.append((compute, args, options))
+        self._asked.append((name, answers, compute, args, options))
         raise Captured
 
     def answer(self) -> bool:
-        """Computes the call that all samples made in the last run, as one batch; returns whether there was one."""
-        calls, self._asked = self._asked, []
+        """Computes a call that samples made in the last run, as one batch; returns whether there was one.
+
+        Of several parts, as where a prompt alone has quoted words, the first is called, and the denoiser last.
+        """
+        *before, denoiser = self._networks
+        order = [*before, *self._encoders, denoiser]
+        first = min((name for name, *_ in self._asked), key=order.index, default=None)
+        calls = [call for call in self._asked if call[0] == first]
+        self._asked = []
         if not calls:
             return False
-        args = [_joined(values) for values in zip(*(args for _, args, _ in calls), strict=True)]
-        options = {name: _joined([each[name] for *_, each in calls]) for name in calls[0][2]}
-        answer = calls[0][0](*args, **options)
-        for index, answers in enumerate(self._answers):
+        args = [_joined(values) for values in zip(*(args for *_, args, _ in calls), strict=True)]
+        options = {name: _joined([each[name] for *_, each in calls]) for name in calls[0][-1]}
+        answer = calls[0][2](*args, **options)
+        for index, (_, answers, *_) in enumerate(calls):
             rows = lambda x, index=index: x.chunk(len(calls))[index] if x.ndim else x
             answers.append(pytree.tree_map_only(Tensor, rows, answer))
         return True
@@ -560,9 +570,22 @@ def first_frame_processor(real: Any) -> StandIn:
 
     def preprocess(image: Tensor, height: int | None = None, width: int | None = None) -> Tensor:
         size = (height or image.shape[-2], width or image.shape[-1])
-        return 2 * (image if image.shape[-2:] == size else F.interpolate(image, size)) - 1
+        pixels = image.real
+        return 2 * (pixels if pixels.shape[-2:] == size else F.interpolate(pixels, size)) - 1
 
-    return StandIn(real, preprocess=preprocess)
+    return StandIn(
+        real,
+        preprocess=preprocess,
+        resize=lambda image, *_, **__: image,
+        calculate_default_height_width=lambda height, width, *_, **__: (height, width),
+    )
+
+
+class OneFile(StandIn):
+    """Images, `(B, 3, H, W)`, that pass for one file where a pipeline asks for its type and size."""
+
+    __class__ = property(lambda self: Image.Image)  # type: ignore[assignment]
+    size = property(lambda self: self.shape[:-3:-1])
 
 
 def repeated_once(rows: Tensor) -> Tensor:
@@ -597,7 +620,7 @@ def tensor_processor(real: Any) -> StandIn:
     filters = {2: "bilinear", 3: "bicubic"}  # by the numbers of PIL
 
     def call(images: Tensor, **_: Any) -> BatchFeature:
-        pixels = images.float()
+        pixels = images.real.float()
         if real.do_resize:
             height, width = real.size.get("height"), real.size.get("width")
             if shortest := real.size.get("shortest_edge"):
@@ -618,7 +641,7 @@ def tensor_processor(real: Any) -> StandIn:
             pixels = (pixels - mean) / std
         return BatchFeature({"pixel_values": pixels})
 
-    return StandIn(real, call=call)
+    return StandIn(real, call=call, preprocess=call)
 
 
 def is_followed(real: Any) -> bool:

@@ -3,7 +3,7 @@
 Runs with constant latents show what the tail does to latents before they are decoded: an order of axes, a factor
 and an offset for each channel. The inverse normalises what the encoder gives.
 
-Other runs show how the denoiser is given times and sizes, whether samples are apart, and who sees an image.
+Other runs show how the denoiser is given times and sizes, whether samples are independent, and who sees an image.
 """
 
 import copy
@@ -54,9 +54,11 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
     """
     refusals, config = [], getattr(parts[step.denoiser], "config", {})
     has_processor = step.image and any(isinstance(part, ProcessorMixin) for part in parts.values())
-    ways = (False, True) if has_processor else (False,)
+    # Whether samples go through the call one by one, and whether its images are references.
+    ways = [(False, False)] + [(True, False)] * step.animates + [(True, True)] * bool(has_processor)
     needs_image = step.needs_image
-    for of_references, one_time, arguments in itertools.product(ways, (False, True), step.unguided):
+    for way, one_time, arguments in itertools.product(ways, (False, True), step.unguided):
+        step.one_by_one, of_references = way
         step.arguments |= arguments
         step.time, step.places, step.mixes_image = None, (), False
         step.reads_references, step.needs_image = of_references, needs_image or of_references
@@ -67,13 +69,16 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
                     step.places = (trial.place_of_time(),)
                 if of_references:
                     step.reads_several = Trial(step, parts).reads_several()
-                else:
+                elif not step.one_by_one:
                     trial.check_samples_apart()
                 step.places += trial.places_of_sizes()
                 step.refused_image = None if of_references else trial.refused_image()
                 if step.needs_image and step.refused_image is not None:
                     raise step.refused_image
-                return trial.tail()
+                tail = trial.tail()
+                if len(tail.axes) == 5 and not tail.frames_apart:
+                    _slice_where_needed(parts[step.decoder])
+                return tail
         except ConfigurationError as refusal:
             refusals.append(refusal)
         except torch.OutOfMemoryError:
@@ -89,8 +94,25 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
             )
             refusal.__cause__ = error
             refusals.append(refusal)
-    # With a processor, the first refusal of the runs with references, which are the second half.
-    raise refusals[len(refusals) // 2 if has_processor else 0]
+    # With a processor, the first refusal of the runs with references, which are the last.
+    raise refusals[-len(refusals) // len(ways) if has_processor else 0]
+
+
+def _shape_of_encoding(decoder: Any, pixels: Tensor) -> torch.Size:
+    """Returns the shape in which an autoencoder on paper encodes images."""
+    dtype = next(decoder.parameters()).dtype
+    return decoder.encode(pixels.to("meta", dtype)).latent_dist.mode().shape
+
+
+def _slice_where_needed(decoder: Any) -> None:
+    """Has an autoencoder of videos take samples one by one if it fails for several, as that of HunyuanVideo 1.5."""
+    if getattr(decoder, "use_slicing", True):
+        return
+    outline = copy.deepcopy(decoder).to("meta")
+    try:
+        _shape_of_encoding(outline, torch.empty(2, 3, 1, 64, 64))
+    except RuntimeError:
+        decoder.enable_slicing()
 
 
 def encoding_means(decoder: Any) -> Callable[..., Any]:
@@ -98,8 +120,7 @@ def encoding_means(decoder: Any) -> Callable[..., Any]:
     outline = functools.cache(lambda: copy.deepcopy(decoder).to("meta"))
 
     def encode(pixels: Tensor, *_: Any, **__: Any) -> Any:
-        dtype = next(outline().parameters()).dtype
-        shape = outline().encode(pixels.to("meta", dtype)).latent_dist.mode().shape
+        shape = _shape_of_encoding(outline(), pixels)
         means = pixels.flatten(1).mean(1).view(-1, *[1] * (len(shape) - 1)).expand(shape)
         return SimpleNamespace(latent_dist=Certain(means))
 

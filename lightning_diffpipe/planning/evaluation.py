@@ -7,8 +7,9 @@ import random
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate, cycle, pairwise
+from typing import NamedTuple
 
 from lightning_diffpipe.planning.cost import (
     CostModel,
@@ -107,15 +108,15 @@ class Proposal:
         return tuple(LayerRun(first, stop) for first, stop, _ in self.cuts)
 
 
-@cache
-def known_of(
-    spec: ScheduleSpec, base: Placement, placement: Placement, sizes: tuple[int, ...]
-) -> tuple[dict[int, dict[int, Waiting]], dict[tuple[int, ...], Outline]]:
-    """Returns peaks and outlines that are known of a placed schedule, by rank and by first stages.
+class Outlines(NamedTuple):
+    """Peaks by rank, and outlines by first stages, of a placed schedule; they depend on no costs."""
 
-    They depend on no costs, so that all evaluators share them; `find_plan` empties this cache when it ends.
-    """
-    return {}, {}
+    peaks: dict[int, dict[int, Waiting]]
+    by_starts: dict[tuple[int, ...], Outline]
+
+
+Known = dict[tuple[ScheduleSpec, Placement, Placement, tuple[int, ...]], Outlines]
+"""What is known of placed schedules, shared by all evaluators of one search for a plan."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,7 @@ class PlacedSchedule:
     placement: Placement
     sizes: tuple[int, ...]
     links: PipelineLinks
-
-    @cached_property
-    def _known(self) -> tuple[dict[int, dict[int, Waiting]], dict[tuple[int, ...], Outline]]:
-        return known_of(self.spec, self.base, self.placement, self.sizes)
+    known: Outlines
 
     def schedule(self) -> Schedule:
         """Makes the schedule without frozen work each time, as many large ones would slow down everything else."""
@@ -141,7 +139,7 @@ class PlacedSchedule:
 
     def peak(self, rank: int) -> dict[int, Waiting]:
         """Returns `peak_samples_of` a rank; most pipelines that do not fit are known by their first ranks."""
-        peaks, _ = self._known
+        peaks = self.known.peaks
         if rank not in peaks:
             stages, sizes = self.placement.stages_of(rank), self.sizes
             if self.runs_free:
@@ -178,7 +176,7 @@ class PlacedSchedule:
 
     def outline(self, starts: tuple[int, ...]) -> Outline:
         """Returns what decides how long it takes if microbatches begin at these stages; made when simulated."""
-        _, outlines = self._known
+        outlines = self.known.by_starts
         if starts not in outlines:
             outlines[starts] = outline_of(self.schedule().starting_at(starts), self.sizes)
         return outlines[starts]
@@ -203,6 +201,7 @@ class Evaluator:
 
     model: CostModel
     options: PlanOptions
+    known: Known = field(default_factory=dict)
     _pipelines: dict[_Key, PlacedSchedule] = field(default_factory=dict)
     _frames: dict[_Key, Frame] = field(default_factory=dict)
     _steps: dict[Proposal, float] = field(default_factory=dict)
@@ -226,7 +225,7 @@ class Evaluator:
     def unfilled(self) -> Evaluator:
         """Returns the same without filling; what has been found of pipelines without frozen work is shared."""
         options = replace(self.options, filling="none")
-        return Evaluator(self.calls, options, self._pipelines)
+        return Evaluator(self.calls, options, self.known, self._pipelines)
 
     @property
     def fills(self) -> bool:
@@ -290,7 +289,9 @@ class Evaluator:
             if key not in self._pipelines:
                 links = PipelineLinks(self.model.cluster, placement, shape.num_pipelines)
                 spec = shape.spec.in_time(ticks)
-                self._pipelines[key] = PlacedSchedule(spec, base, placement, shape.sizes, links)
+                placed = spec, base, placement, shape.sizes
+                known = self.known.setdefault(placed, Outlines({}, {}))
+                self._pipelines[key] = PlacedSchedule(*placed, links, known)
             pipeline, parts, group = self._pipelines[key], self.parts(shape), self.group_size(shape)
             loads = frozen_loads(
                 pipeline.placement, shape.sizes, parts, group, self.fills, self.num_encoding(shape)

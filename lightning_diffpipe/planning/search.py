@@ -11,11 +11,10 @@ Cuts are searched by `cut_search.py`. Where it does not fit:
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -27,8 +26,8 @@ from lightning_diffpipe.planning.cut_search import Search, fastest, fits
 from lightning_diffpipe.planning.evaluation import (
     UNFILLED_SHARE,
     Evaluator,
+    Known,
     Proposal,
-    known_of,
     preference,
 )
 from lightning_diffpipe.planning.memory import Waiting
@@ -45,7 +44,6 @@ from lightning_diffpipe.planning.savings import (
 )
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.shortage import (
-    Plans,
     encoding_choices,
     nothing_fits,
     nothing_proposed,
@@ -60,16 +58,16 @@ MOST_ROUNDS = 3
 """Searches with fewer and fewer layers that are recomputed or streamed."""
 
 
-@contextlib.contextmanager
-def _forgetting_schedules() -> Iterator[None]:
-    """Frees the memory of the schedules that were tried inside."""
-    try:
-        yield
-    finally:
-        known_of.cache_clear()
+class _State(NamedTuple):
+    """The time of `time.perf_counter()` at which to stop, and what is known of schedules so far."""
+
+    until_s: float
+    known: Known
 
 
-@_forgetting_schedules()
+_Plans = Callable[[ModelProfile, Cluster, PlanOptions, float, _State], list[PipelinePlan]]
+
+
 def find_plan(
     profile: ModelProfile,
     cluster: Cluster,
@@ -100,7 +98,7 @@ def find_plan(
     if len(profile.backbones) > 1 and options.schedule == "auto":
         return _of_either_kind(profile, cluster, options, below_s, within_s)
     profile, options = _as_searched(profile, options)
-    until_s = time.perf_counter() + within_s
+    state = _State(time.perf_counter() + within_s, {})
     if options.checkpointing == "all":
         if not (every := recomputable(profile, frees_memory=False)):
             raise ConfigurationError(
@@ -115,35 +113,38 @@ def find_plan(
                 "recomputed, and has frozen weights that nothing else reads); leave it out"
             )
         profile = _Savings(streamed=every).of(profile, cluster)
-    plans = _within_memory(profile, cluster, options, below_s, until_s)
+    plans = _within_memory(profile, cluster, options, below_s, state)
     if not plans and below_s < math.inf:
         raise PlanError(f"no plan that fits into memory has a step below {below_s:.4g} s")
-    if not plans and time.perf_counter() > until_s:
+    if not plans and time.perf_counter() > state.until_s:
         raise PlanError(f"no plan was found within {within_s:.3g} s; give the search more time")
     if not plans:
         model = Evaluator(CostModel.of(profile, cluster, options), options).model
         no_proposal = nothing_proposed(model, options)
-        raise no_proposal or nothing_fits(profile, cluster, options, _within_memory)
+        within_memory = lambda profile, cluster, options, below_s, until_s: _within_memory(
+            profile, cluster, options, below_s, state._replace(until_s=until_s)
+        )
+        raise no_proposal or nothing_fits(profile, cluster, options, within_memory)
     return min(plans, key=_with_effort)
 
 
 def _plans(
-    profile: ModelProfile, cluster: Cluster, options: PlanOptions, below_s: float, until_s: float
+    profile: ModelProfile, cluster: Cluster, options: PlanOptions, below_s: float, state: _State
 ) -> list[PipelinePlan]:
     """Returns the best plans found that fit into memory, with and without filling if that is left open."""
     # Filled plans are compared by a little more than their step; so they may be above the limit by that.
     loose_s = below_s * (1 + 2 * UNFILLED_SHARE) if options.filling != "none" else below_s
-    evaluator = Evaluator(CostModel.of(profile, cluster, options), options)
-    plans = fastest(Search(evaluator, best_s=loose_s, until_s=until_s))
+    evaluator = Evaluator(CostModel.of(profile, cluster, options), options, state.known)
+    plans = fastest(Search(evaluator, best_s=loose_s, until_s=state.until_s))
     if options.filling == "auto" and profile.encoders:
         found_s = min(map(_with_effort, plans), default=math.inf) / (1 + UNFILLED_SHARE)
         unfilled = evaluator.unfilled()
-        plans += fastest(Search(unfilled, best_s=min(found_s, below_s), until_s=until_s))
+        plans += fastest(Search(unfilled, best_s=min(found_s, below_s), until_s=state.until_s))
     return [plan for plan in plans if plan.planned.iteration_s < below_s]
 
 
 def _within_memory(
-    profile: ModelProfile, cluster: Cluster, options: PlanOptions, below_s: float, until_s: float
+    profile: ModelProfile, cluster: Cluster, options: PlanOptions, below_s: float, state: _State
 ) -> list[PipelinePlan]:
     """Returns plans that fit into memory by the cheapest means that suffice.
 
@@ -151,12 +152,12 @@ def _within_memory(
     then optimizer states in host memory, or streamed layers; then both.
     """
     if cluster.memory_bytes is None:
-        return _plans(profile, cluster, options, below_s, until_s)
+        return _plans(profile, cluster, options, below_s, state)
     model = CostModel.of(profile, cluster, options)
     choices = encoding_choices(model, options)
     if choices[1:] or _may_recompute(profile, options):
         unlimited = replace(cluster, memory_bytes=None, rank_memory_bytes=())
-        plans = _plans(profile, unlimited, options, below_s, until_s)
+        plans = _plans(profile, unlimited, options, below_s, state)
         if plans and fits(best := min(plans, key=_with_effort), cluster):
             return [best]
     if options.shard_optimizer == "auto" and some_share_stages(model, options):
@@ -164,11 +165,11 @@ def _within_memory(
     recomputing = _Savings(_may_recompute(profile, options))
     may_stream = options.streaming == "auto" and options.checkpointing != "none"
     streaming = recomputing._replace(streamed=streamable(profile) if may_stream else frozenset())
-    on_device: Sequence[Plans] = [_plans, partial(_saving_where_needed, most=recomputing)]
+    on_device: Sequence[_Plans] = [_plans, partial(_saving_where_needed, most=recomputing)]
     from_host = [partial(_saving_where_needed, most=streaming)] if streaming.streamed else []
     offload = offload_choices(model, options)
 
-    def attempts(states: str, searches: Sequence[Plans]) -> list[tuple[PlanOptions, Plans]]:
+    def attempts(states: str, searches: Sequence[_Plans]) -> list[tuple[PlanOptions, _Plans]]:
         """Returns options and searches to try with optimizer states offloaded ("all") or not ("none")."""
         if states not in offload:
             return []
@@ -184,7 +185,7 @@ def _within_memory(
     ):
         for narrowed, search in level:
             best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
-            candidates = search(profile, cluster, narrowed, best_s, until_s)
+            candidates = search(profile, cluster, narrowed, best_s, state)
             plans += [plan for plan in candidates if _fits_hosts(plan, cluster)]
         if plans:
             break
@@ -219,7 +220,7 @@ def _saving_where_needed(
     cluster: Cluster,
     options: PlanOptions,
     below_s: float,
-    until_s: float,
+    state: _State,
     most: _Savings,
 ) -> list[PipelinePlan]:
     """Returns the best plans found that fit because they recompute or stream layers, as few as have to be.
@@ -235,7 +236,7 @@ def _saving_where_needed(
     for count in sorted({shape.num_stages for shape in shapes(model, options)}):
         best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
         narrowed = replace(options, num_stages=count)
-        plans += _saving_less(profile, cluster, narrowed, best_s * (1 + slowdown), until_s, most)
+        plans += _saving_less(profile, cluster, narrowed, best_s * (1 + slowdown), state, most)
     return [plan for plan in plans if plan.planned.iteration_s < below_s]
 
 
@@ -258,20 +259,20 @@ def _saving_less(
     cluster: Cluster,
     options: PlanOptions,
     most_s: float,
-    until_s: float,
+    state: _State,
     savings: _Savings,
 ) -> list[PipelinePlan]:
     """Returns plans that recompute and stream fewer and fewer layers; with all, steps may take `most_s`."""
     plans = list[PipelinePlan]()
     for _ in range(MOST_ROUNDS):
         with_some = savings.of(profile, cluster)
-        candidates = _plans(with_some, cluster, options, most_s, until_s)
+        candidates = _plans(with_some, cluster, options, most_s, state)
         if not candidates:
             break
         best = min(candidates, key=_with_effort)
         proposal = Proposal.of(best, with_some)
-        fewer = _needed(profile, cluster, options, proposal, savings, best)
-        faster = _evaluator(profile, cluster, options, fewer).plan(proposal)
+        fewer = _needed(profile, cluster, options, proposal, savings, best, state.known)
+        faster = _evaluator(profile, cluster, options, fewer, state.known).plan(proposal)
         for plan in (faster, best):  # the first of equals counts
             if fits(plan, cluster) and _fits_hosts(plan, cluster):
                 plans.append(plan)
@@ -284,9 +285,9 @@ def _saving_less(
 
 
 def _evaluator(
-    profile: ModelProfile, cluster: Cluster, options: PlanOptions, savings: _Savings
+    profile: ModelProfile, cluster: Cluster, options: PlanOptions, savings: _Savings, known: Known
 ) -> Evaluator:
-    return Evaluator(CostModel.of(savings.of(profile, cluster), cluster, options), options)
+    return Evaluator(CostModel.of(savings.of(profile, cluster), cluster, options), options, known)
 
 
 def _needed(
@@ -296,9 +297,10 @@ def _needed(
     proposal: Proposal,
     savings: _Savings,
     plan: PipelinePlan,
+    known: Known,
 ) -> _Savings:
     """Returns what of the savings a plan's cuts need to fit: less streaming first, then less recomputing."""
-    evaluator = _evaluator(profile, cluster, options, savings)
+    evaluator = _evaluator(profile, cluster, options, savings, known)
     if savings.streamed:
         placement, runs = plan.placement, evaluator.runs(proposal)
         layers, still = evaluator.calls.backbone.layers, set[int]()
@@ -309,7 +311,7 @@ def _needed(
             limit = cluster.memory_of(rank, placement.num_ranks) or 0
             still |= streamed_where_needed(sizes, max(limit - peak, 0))
         savings = _Savings(savings.recomputed | savings.streamed, frozenset(still))
-        evaluator = _evaluator(profile, cluster, options, savings)
+        evaluator = _evaluator(profile, cluster, options, savings, known)
         plan = evaluator.plan(proposal)
     peaks = plan.planned.peak_memory_bytes
     return savings._replace(recomputed=_recomputed_where_needed(evaluator, proposal, peaks))

@@ -38,7 +38,7 @@ from lightning_diffpipe.planning.instruction import (
 from lightning_diffpipe.planning.lowering import lower, with_collectives
 from lightning_diffpipe.planning.schedule import Flow, Message, Placement, Schedule
 from lightning_diffpipe.planning.schedules.pipedream import unrolled
-from lightning_diffpipe.planning.timeline import Span, Timeline, Transfer, draw
+from lightning_diffpipe.planning.timeline import Span, Timeline, Transfer
 
 
 def in_ticks(schedule: Schedule) -> PipelineCosts:
@@ -151,7 +151,7 @@ def _deadlock(lowered: Schedule, stuck: dict[int, Instruction], timeline: Timeli
     _, rank, reason = min(reasons)
     notes = dict.fromkeys(stuck, "  ?")
     notes[rank] += "          <-- waits here"
-    image = draw(timeline.spans, lowered.num_ranks, notes=notes)
+    image = timeline.render(notes=notes)
     return f"{reason}\n\n" + "\n".join(f"    {line}" for line in image.splitlines())
 
 

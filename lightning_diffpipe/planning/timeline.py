@@ -86,43 +86,46 @@ class Timeline:
         return max(1 - busy_s / total_s, 0.0) if total_s else 0.0
 
     def __str__(self) -> str:
-        return draw(self.spans, self.num_ranks)
+        return self.render()
 
+    def render(
+        self,
+        tick_s: float | None = None,
+        max_columns: int = 120,
+        notes: Mapping[int, str] | None = None,
+    ) -> str:
+        """Returns spans as one row of cells for each rank.
 
-def draw(
-    spans: Sequence[Span],
-    num_ranks: int,
-    tick_s: float | None = None,
-    max_columns: int = 120,
-    notes: Mapping[int, str] | None = None,
-) -> str:
-    """Draws spans as one row of cells for each rank.
-
-    `tick_s` are seconds of one cell; chosen if None: exact where durations are small multiples of each other,
-    otherwise so that a row has at most `max_columns` characters. `notes` are texts after the rows of ranks.
-    """
-    stages: dict[int, set[int]] = {}
-    for span in spans:
-        if isinstance(span.instruction, Staged):
-            stages.setdefault(span.rank, set()).add(span.instruction.stage)
-    only = {rank: min(hosted) for rank, hosted in stages.items() if len(hosted) == 1}
-    labels = [without_stage(span.instruction, only.get(span.rank)) for span in spans]
-    width = max((len(label) for label in labels), default=2)
-    tick_s = tick_s or _tick(spans, max(max_columns // (width + 1), 8))
-    num_cells = max((round(span.stop_s / tick_s) for span in spans), default=0)
-    rows = [["."] * num_cells for _ in range(num_ranks)]
-    for span, label in zip(spans, labels, strict=True):
-        start, stop = round(span.start_s / tick_s), round(span.stop_s / tick_s)
-        row = rows[span.rank]
-        if span.stop_s > span.start_s and start == stop and start < num_cells and row[start] == ".":
-            row[start] = label  # Too short for a cell, yet worth showing where there is room.
-        elif stop > start:
-            row[start:stop] = [label] + ["-" * min(width, 2)] * (stop - start - 1)
-    name_width, notes = len(str(num_ranks - 1)), notes or {}
-    return "\n".join(
-        f"rank {rank:>{name_width}} |{''.join(f' {cell:>{width}}' for cell in row)}{notes.get(rank, '')}"
-        for rank, row in enumerate(rows)
-    )
+        `tick_s` are seconds of one cell; chosen if None: exact where durations are small multiples of each other,
+        otherwise so that a row has at most `max_columns` characters. `notes` are texts after the rows of ranks.
+        """
+        stages: dict[int, set[int]] = {}
+        for span in self.spans:
+            if isinstance(span.instruction, Staged):
+                stages.setdefault(span.rank, set()).add(span.instruction.stage)
+        only = {rank: min(hosted) for rank, hosted in stages.items() if len(hosted) == 1}
+        labels = [without_stage(span.instruction, only.get(span.rank)) for span in self.spans]
+        width = max((len(label) for label in labels), default=2)
+        tick_s = tick_s or _tick(self.spans, max(max_columns // (width + 1), 8))
+        num_cells = max((round(span.stop_s / tick_s) for span in self.spans), default=0)
+        rows = [["."] * num_cells for _ in range(self.num_ranks)]
+        for span, label in zip(self.spans, labels, strict=True):
+            start, stop = round(span.start_s / tick_s), round(span.stop_s / tick_s)
+            row = rows[span.rank]
+            if (
+                span.stop_s > span.start_s
+                and start == stop
+                and start < num_cells
+                and row[start] == "."
+            ):
+                row[start] = label  # Too short for a cell, yet worth showing where there is room.
+            elif stop > start:
+                row[start:stop] = [label] + ["-" * min(width, 2)] * (stop - start - 1)
+        name_width, notes = len(str(self.num_ranks - 1)), notes or {}
+        return "\n".join(
+            f"rank {rank:>{name_width}} |{''.join(f' {cell:>{width}}' for cell in row)}{notes.get(rank, '')}"
+            for rank, row in enumerate(rows)
+        )
 
 
 def _tick(spans: Sequence[Span], max_cells: int) -> float:

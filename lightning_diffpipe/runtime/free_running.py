@@ -36,6 +36,7 @@ from lightning_diffpipe.runtime.bubbles import FrozenWork
 from lightning_diffpipe.runtime.engine import Engine, StepResult
 from lightning_diffpipe.runtime.executor import run_alone
 from lightning_diffpipe.runtime.reduction import GradientReducer, call_hooks
+from lightning_diffpipe.runtime.results import Returned, returned_of
 from lightning_diffpipe.runtime.stage import MicrobatchWork
 
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
@@ -108,6 +109,7 @@ class _UnderWay:
     batch_index: int
     num_samples: int
     sharing: PendingWork
+    returned: Returned
 
 
 class FreeRunningEngine(Engine):
@@ -182,11 +184,14 @@ class FreeRunningEngine(Engine):
         works, program, frozen = self.begin(batch, batch_index, arguments)
         self._run(program, frozen, flushes=False)
         self.layout.steps.count()
-        started = self._results.start(works, alarm)
+        under_way = [*(batch.returned for batch in self._under_way), returned_of(works)]
+        # The latest whose backwards have run on all ranks.
+        returned = under_way[0] if len(under_way) > self._results_after else ()
+        started = self._results.start(works, alarm, returned)
         sharing = self._transport.awaited(started, "loss and metrics")
         num_samples = sum(work.num_samples for work in works)
         self._recording = self.executor.recording
-        self._under_way.append(_UnderWay(batch_index, num_samples, sharing))
+        self._under_way.append(_UnderWay(batch_index, num_samples, sharing, under_way[-1]))
         return self._finished(self._results_after)
 
     def drain(self) -> list[StepResult]:
@@ -194,7 +199,11 @@ class FreeRunningEngine(Engine):
         if self.is_empty:
             return []
         self._run(self.begin_drain(), None, flushes=True)
-        return self._finished(0)
+        last = [batch.returned for batch in self._under_way]
+        results = self._finished(0)
+        for returned in last:
+            self._results.require_returned(returned, self._transport.awaited)
+        return results
 
     def begin(
         self, batch: Any, batch_index: int, arguments: tuple[Any, ...] = ()

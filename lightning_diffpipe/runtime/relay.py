@@ -49,7 +49,7 @@ class RelayView:
     """Lets the ranks of a pipeline run code together.
 
     Args:
-        root: The module; the same on all ranks, apart from placeholders.
+        root: The module; the same on all ranks, except for placeholders.
         interception: Installed on the root.
         owners: For every parameter that some rank lacks, and every buffer of which some rank has an old copy,
             the rank that answers for it; equal on all ranks. What is not named here is the same on all.

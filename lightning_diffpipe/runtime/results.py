@@ -11,6 +11,10 @@ log what others do not. The table has columns for all names that were ever agree
 which of the known ones were logged, is summed with it, between hosts, so that no GPU is asked. Where
 there are new ones, for most modules once, they are gathered and the table is summed again.
 
+With these is summed how many ranks had a gradient for what a layer gave to several of them. Tensors without one get
+zeros, which travel with the gradients of others; where nobody had one, a parameter would have none in one process,
+and get zeros here, with which optimizers take another step.
+
 Of a step that trains several chains, every chain ends with the code after the last layer, on its own rank, and
 computes its gradients there; what other chains give is NaN to it, and so are the loss and most of what is logged.
 So when all microbatches are through, what the loss reads travels to the rank on which the last chain ends, and that
@@ -34,10 +38,15 @@ from torch import Tensor
 
 from lightning_diffpipe.comm.mesh import Mesh, Work, gathered_objects, start_sum
 from lightning_diffpipe.comm.transport import MessageKey, Parcel, PendingWork, Transport
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.graph.step import LoggedMetric
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner, TensorMessage
+from lightning_diffpipe.runtime.stage import (
+    MicrobatchWork,
+    PartitionedStep,
+    StageRunner,
+    TensorMessage,
+)
 
 Entries = dict[str, dict[str, Any]]
 """Options of `self.log` calls by name."""
@@ -65,6 +74,12 @@ class Logged:
     options: dict[str, Any]
 
 
+Awaited = Callable[[Sequence[Work], str], PendingWork]
+_Call = tuple[int, str]
+Returned = Sequence[tuple[PartitionedStep, set[int]]]
+"""For each microbatch its step, and layers to whose outputs a gradient came from what reads them on this rank."""
+
+
 @dataclass
 class _Shared:
     """Results of one step that are being summed.
@@ -73,8 +88,10 @@ class _Shared:
         works: Microbatches of the step.
         own: Metrics that this rank logged in it.
         agreed: Columns of the table.
-        noticed: Whether there are other names, whether there was an alarm, and which names were logged.
+        noticed: Whether there are other names, whether there was an alarm, which names were logged, and how many
+            ranks had a gradient for each layer.
         table: Values and samples.
+        layers: Those layers, by their place and name.
     """
 
     works: Sequence[MicrobatchWork]
@@ -82,6 +99,7 @@ class _Shared:
     agreed: Entries
     noticed: Tensor
     table: Tensor
+    layers: Sequence[_Call]
 
 
 class ResultSharing:
@@ -104,12 +122,18 @@ class ResultSharing:
         self._agreed: Entries = {}
         self._under_way: deque[_Shared] = deque()
 
-    def start(self, works: Sequence[MicrobatchWork], alarm: bool = False) -> list[Work]:
+    def start(
+        self,
+        works: Sequence[MicrobatchWork],
+        alarm: bool = False,
+        returned: Returned | None = None,
+    ) -> list[Work]:
         """Begins to sum what this rank's microbatches have computed.
 
         Args:
             works: The microbatches.
             alarm: Something that all ranks of the pipeline shall hear of, from any of them.
+            returned: That of an earlier batch, where backwards of this one are still to come; nothing if empty.
 
         Returns:
             What to wait for before `finish`; nothing where a pipeline has one rank.
@@ -140,10 +164,11 @@ class ResultSharing:
             name not in self._agreed or pickle.dumps(self._agreed[name]) != settings
             for name, settings in packed.items()
         )
-        noticed = torch.tensor(
-            [int(unknown), int(alarm), *(name in logged for name in self._agreed)]
-        )
-        shared = _Shared(works, logged, self._agreed, noticed, self._filled_in(works, self._agreed))
+        reached = _reached(returned_of(works) if returned is None else returned)
+        names = (name in logged for name in self._agreed)
+        noticed = torch.tensor([int(unknown), int(alarm), *names, *reached.values()])
+        table = self._filled_in(works, self._agreed)
+        shared = _Shared(works, logged, self._agreed, noticed, table, [*reached])
         self._under_way.append(shared)
         if alone:
             return []
@@ -153,12 +178,17 @@ class ResultSharing:
         ]
 
     def finish(self) -> tuple[Tensor, Tensor, list[Logged]]:
-        """Returns the first batch's mean loss, weight and metrics, equal on all ranks of a pipeline; as `start`."""
+        """Returns the first batch's mean loss, weight and metrics, equal on all ranks of a pipeline; as `start`.
+
+        Raises:
+            GraphError: The batch leaves out what is made of a layer, so that nobody has a gradient for it.
+        """
         shared = self._under_way.popleft()
         unknown, alarms, *counts = shared.noticed.tolist()
         self.alarm = bool(alarms)
         agreed, table = shared.agreed, shared.table
-        present = {name for name, count in zip(agreed, counts, strict=True) if count}
+        present = {name for name, count in zip(agreed, counts, strict=False) if count}
+        _require_reached(shared.layers, counts[len(agreed) :])
         if unknown:
             gathered: Entries = {}
             box = gathered_objects(shared.own, self._mesh.control)
@@ -177,6 +207,13 @@ class ResultSharing:
                     kinds[kind] = _REDUCTIONS[kind](*table)
                 logged.append(Logged(name, kinds[kind][column], options))
         return kinds["mean"][0], table[1, :, 0].sum(), logged
+
+    def require_returned(self, returned: Returned, awaited: Awaited) -> None:
+        """Raises GraphError as `finish` does, for a batch after which none starts; collective."""
+        if reached := _reached(returned):
+            counts = torch.tensor([*reached.values()])
+            awaited([start_sum(counts, self._mesh.control)], "whether gradients came back").wait()
+            _require_reached([*reached], counts.tolist())
 
     def clear(self) -> None:
         """Forgets what is under way, after an error."""
@@ -202,6 +239,30 @@ class ResultSharing:
                 end = start + 1
         table = [torch.cat([*parts, zeros[end:]]) for parts in (values, samples)]
         return torch.stack(table).view(2, len(works), width)
+
+
+def returned_of(works: Sequence[MicrobatchWork]) -> Returned:
+    """Returns what some microbatches have of it."""
+    return [(work.partitioned, work.reached) for work in works]
+
+
+def _reached(returned: Returned) -> dict[_Call, int]:
+    """Returns whether there was a gradient in some microbatch, for all layers that get some from other stages."""
+    reached: dict[_Call, int] = {}
+    for partitioned, here in returned:
+        for call in partitioned.returned:
+            reached[call] = int(reached.get(call, 0) or call[0] in here)
+    return reached
+
+
+def _require_reached(calls: Sequence[_Call], counts: Sequence[int]) -> None:
+    for (_, name), count in zip(calls, counts, strict=True):
+        if not count:
+            raise GraphError(
+                f"this batch leaves out what is made of {name}, so that no gradient comes back to its outputs, as "
+                "one did when the step was probed. In one process it would have none, not zeros, which make the "
+                "optimizer take another step. Multiply by 0 what shall not count, instead of leaving it out"
+            )
 
 
 def _mean(values: Tensor, samples: Tensor) -> Tensor:

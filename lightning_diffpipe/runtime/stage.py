@@ -88,6 +88,13 @@ class PartitionedStep:
         last = len(self.cut.stages) - 1
         return next((s.index for s in self.cut.stages if s.layers), last)
 
+    @cached_property
+    def returned(self) -> tuple[tuple[int, str], ...]:
+        """Layers to whose outputs gradients come back from other stages, with their names; equal on all ranks."""
+        stages = self.cut.stages
+        sent = {key[0] for s in stages for key in s.sent_gradients if key[0] in s.layers}
+        return tuple((index, self.graph.layers[index].name) for index in sorted(sent))
+
     def remember(self, memo: Memo | None) -> None:
         """Calls frozen layers through a memo from now on, or through none."""
         for view in (*self.stage_views.values(), self.frozen_view):
@@ -126,6 +133,7 @@ class MicrobatchWork:
         weight: Weight in the mean over microbatches, on the last stage: samples, or what the step said.
         logged: Metrics that the user's step logged on the last stage, as (method, args, kwargs).
         ends: With several chains: what the loss reads of each, by its last stage.
+        reached: Layers to whose outputs a gradient came from what reads them on this rank.
         batch: Number of the batch since the pipeline was empty, where batches follow each other without a flush.
     """
 
@@ -140,6 +148,7 @@ class MicrobatchWork:
     weight: Tensor | float = 0.0
     logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     ends: dict[int, dict[TensorKey, Tensor]] = field(default_factory=dict)
+    reached: set[int] = field(default_factory=set)
     batch: int = 0
 
 
@@ -291,6 +300,7 @@ class StageRunner:
         run: StageRun = self.stash.take("run", stage, work.index)
         with self.weights_of(work):
             upstream = run.backward(self._gradients(stage, work), work.loss_scale)
+        work.reached |= run.reached
         self._keep_upstream(stage, work, upstream)
 
     def backward_input(self, stage: int, work: MicrobatchWork) -> None:
@@ -304,6 +314,7 @@ class StageRunner:
         """Runs the half that no stage waits for, and frees the activations."""
         run: StageRun = self.stash.take("weights", stage, work.index)
         run.backward_weight()
+        work.reached |= run.reached
 
     def _keep_upstream(
         self, stage: int, work: MicrobatchWork, upstream: dict[TensorKey, Tensor]

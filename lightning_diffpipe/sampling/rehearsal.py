@@ -34,6 +34,7 @@ from lightning_diffpipe.errors import (
     DiffPipeError,
     LayoutError,
     clear_variables,
+    is_out_of_memory,
 )
 from lightning_diffpipe.graph.versions import rounding_of
 from lightning_diffpipe.sampling.request import OneProcess, Request
@@ -255,13 +256,6 @@ def failing(
             f"{where} this model fails, most likely because {cause}: "
             f"{type(error).__name__}: {error}; {remedy}"
         ) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error is for lack of memory; only torch's own allocator has a class for it."""
-    signs = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-    is_signed = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-    return is_signed or isinstance(error, torch.OutOfMemoryError)
 
 
 def forget_variables(error: BaseException | None) -> None:

@@ -223,13 +223,13 @@ class InputScaler:
         return self._states[step].scale_model_input(latents, self._timesteps[step])
 
 
-def require_warmup(warmup_steps: Any, settled: Any = 0.0) -> None:
-    """Raises ConfigurationError for a sampler warm-up, or a threshold `settled` for its end, that is no number."""
+def require_warmup(warmup_steps: Any, warmup_threshold: Any = 0.0) -> None:
+    """Raises ConfigurationError for a sampler warm-up, or a threshold for its end, that is no number."""
     if isinstance(warmup_steps, str):
         require_choice("warmup_steps", warmup_steps, ("a number, 0 or more,", "auto"))
     else:
         require_number("warmup_steps", warmup_steps, 0, whole=True)
-    require_number("settled", settled, 0)
+    require_number("warmup_threshold", warmup_threshold, 0)
 
 
 class Sampler(Protocol):

@@ -148,6 +148,7 @@ class Opening:
     Attributes:
         parts: To take in place of those in a diffusers folder; None leaves one out.
         vae: Ways in which the autoencoder saves memory: `"tiling"`, `"slicing"`.
+        tries_kernels: Whether the device is that of the computation, so that kernels of a quantization are tried.
     """
 
     dtype: torch.dtype
@@ -160,6 +161,7 @@ class Opening:
     ip_adapters: Mapping[str | Path, Any] | None = None
     base: str | Path | None = None
     quantization: Any = None
+    tries_kernels: bool = True
 
 
 class Source(Protocol):
@@ -175,7 +177,7 @@ class Source(Protocol):
     denoiser: nn.Module
     weights: Weights | None
 
-    def draw(self, settings: Settings, sample: Sample) -> Any:
+    def images(self, settings: Settings, sample: Sample) -> Any:
         """Samples images, with the denoising loop done by `sample`; on rank 0 only."""
 
     def part(self, name: str) -> nn.Module:
@@ -222,8 +224,9 @@ class DiffusersFolder:
         self._has_ip_adapters = bool(adapters)
         stored = [name for name in present if name not in parts]  # what is given stays as it is
         self._quantizations = quantizations_of(opening.quantization, stored)
-        types = {(how, dtype or torch.bfloat16) for how in self._quantizations.values()}
-        require_kernels(types, device)
+        if opening.tries_kernels:
+            types = {(how, dtype or torch.bfloat16) for how in self._quantizations.values()}
+            require_kernels(types, device)
         self.denoiser = skeleton(denoiser_class, config, device, dtype)
         check_weights(self.denoiser, weights)
         self._pipeline = self._whole_pipeline(files) if leads else None
@@ -313,7 +316,7 @@ class DiffusersFolder:
         if self._loras:
             refuse_scales(settings.options)
 
-    def draw(self, settings: Settings, sample: Sample) -> Any:
+    def images(self, settings: Settings, sample: Sample) -> Any:
         """Calls the pipeline around `sample`."""
         assert self._pipeline is not None, "only the rank that leads has text encoders"
         self.check_adapters(settings)

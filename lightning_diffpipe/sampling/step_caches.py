@@ -34,7 +34,12 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Links, start_all_gather
 from lightning_diffpipe.comm.packing import TensorShape
-from lightning_diffpipe.errors import ConfigurationError, LayoutError, require_number
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    LayoutError,
+    is_out_of_memory,
+    require_number,
+)
 
 # Names in `diffusers.hooks`, which imports transformers: not before a cache is asked for.
 _APPLIED_BY = {
@@ -160,8 +165,6 @@ class StepCache:
             return
         from diffusers import hooks
 
-        from lightning_diffpipe.sampling.rehearsal import is_out_of_memory  # which imports this
-
         before = {m: [*_hooks_of(m)] for m in self._model.modules()}
         plain = [m for m in before if not vars(m).keys() & {"_diffusers_hook", "forward"}]
         watch = self._model.register_forward_pre_hook(self._begin_call)
@@ -177,7 +180,9 @@ class StepCache:
             try:
                 yield self
             except Exception as error:
-                if is_out_of_memory(error) or not _raised_in(error).startswith("diffusers.hooks."):
+                *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+                raised_in = str(frame.f_globals.get("__name__", ""))
+                if is_out_of_memory(error) or not raised_in.startswith("diffusers.hooks."):
                     raise
                 kind, model = type(self.config).__name__, type(self._model).__name__
                 raise ConfigurationError(
@@ -337,12 +342,6 @@ class StepCache:
 
 def _hooks_of(module: nn.Module) -> dict[str, Any]:
     return getattr(vars(module).get("_diffusers_hook"), "hooks", {})
-
-
-def _raised_in(error: BaseException) -> str:
-    """Returns the name of the module whose code raised an error."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", ""))
 
 
 def _is_manager(owner: Any) -> bool:

@@ -116,19 +116,19 @@ def assemble(
             batch, count = tree_to(probed.batch, mesh.device), plan.num_microbatches
             with placed(module, mesh.device):
                 one_process = run_whole(probed, interception, batch, count, seed, mesh.pipeline)
-        homes = whereabouts(pieces, placement)  # for error messages
+        stage_ranks = whereabouts(pieces, placement)  # for error messages
         by_stage, weights = _streamed(module, unfolded, plan, mesh.local_rank)
         streamed_names = frozenset(name for of_layer in weights.values() for name in of_layer)
         later = frozenset[str]()  # parameters that stay on the host until all samples are encoded
         if plan.options.encode_first and not (plan.runs_free or options.verify):
             later = (kept_for_later(module, graph) & resident) - streamed_names
-        place_parameters(module, resident, process.device, homes, later | streamed_names)
+        place_parameters(module, resident, process.device, stage_ranks, later | streamed_names)
         parameters = dict(module.named_parameters())
         streamed = {name: p for name, p in parameters.items() if name in streamed_names}
         # Placing may have put other objects in place of the parameters that `_streamed` returned.
         weights = {layer: {n: streamed[n] for n in of_layer} for layer, of_layer in weights.items()}
         stream = WeightStream(module, weights, by_stage, process.device) if weights else None
-        interception.refuse(homes)
+        interception.refuse(stage_ranks)
         steps = PartitionedStepCache(
             module, probed.step, graph, positions, placement, mesh.local_rank, interception,
             process.device, graphs, probed.sequences, sequences, recomputed, stream,

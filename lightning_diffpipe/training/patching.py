@@ -6,25 +6,14 @@ argument or hook changes that, an attribute does.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
+from unittest import mock
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-
-@contextlib.contextmanager
-def patched(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Sets attributes of an object, class or module inside; afterwards it has again what it had by itself."""
-    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
-                delattr(owner, name)
+patched = partial(mock.patch.multiple, create=True)
+"""Sets attributes of an object, class or module inside; afterwards it has again what it had by itself."""
 
 
 @contextlib.contextmanager

@@ -527,7 +527,7 @@ def refuse_shared_weights(plan: PipelinePlan, graph: LayerGraph, pieces: Cut) ->
                 raise ConfigurationError(
                     f"stages {holders[parameter]} and {stage.index} both train {parameter} (tied weights, a layer "
                     "that is called twice, or one that the step reads itself), but with "
-                    f"schedule={name} each stage steps its own copy at another time, and they would come apart; "
+                    f"schedule={name} each stage steps its own copy at another time, and they would diverge; "
                     f"{remedy}, or another num_stages"
                 )
             holders[parameter] = stage.index

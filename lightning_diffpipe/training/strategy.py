@@ -146,7 +146,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             Adam for others, whose is made later. The averages of an `EMA` are counted besides.
         timeout_s: Longest wait for a message, in seconds, before the run stops with an error.
         busy_timeout_s: Longest time, in seconds, in which a rank between two steps may give no sign of progress (a
-            batch, a tensor of a checkpoint, another phase) while another waits for it. Saving, drawing, loading a
+            batch, a tensor of a checkpoint, another phase) while another waits for it. Saving, sampling, loading a
             batch or compiling may take so long; then the run ends, and says where the code of that rank stands.
         seed: Seed of all random numbers of training steps; `None` takes `seed_everything`'s.
         check_finite: Look for NaN and infinity in everything that crosses a stage boundary.

@@ -52,7 +52,7 @@ from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Message, Placement
 from lightning_diffpipe.planning.simulator import group_of, simulate
 from lightning_diffpipe.planning.timeline import Span, Timeline, Transfer
-from lightning_diffpipe.viewing.text import percent, render, seconds, side_by_side, size, table
+from lightning_diffpipe.viewing.text import percent, seconds, side_by_side, size, table
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +431,7 @@ def final_report(plan: PipelinePlan, samples: Sequence[MeasuredStep]) -> str:
     if planned.iteration_s < 3 * shown.iteration_s < 9 * planned.iteration_s:
         lines += ["", side_by_side(planned, shown)]
     else:  # on one scale one of them would be a dot
-        lines += ["", "planned", render(planned), "measured, on another scale", render(shown)]
+        lines += ["", "planned", str(planned), "measured, on another scale", str(shown)]
     return "\n".join(lines)
 
 

@@ -17,7 +17,6 @@ from lightning_diffpipe.viewing.text import (
     count_of,
     operations,
     percent,
-    render,
     seconds,
     size,
     table,
@@ -29,7 +28,7 @@ def report(plan: PipelinePlan, max_columns: int = 120) -> str:
     parts = [headline(plan), stage_table(plan), numbers(plan)]
     if plan.costs is not None:
         parts.append(str(explain(plan)))
-        parts.append(render(plan.timeline, max_columns=max_columns))
+        parts.append(plan.timeline.render(max_columns=max_columns))
     return "\n\n".join(parts)
 
 

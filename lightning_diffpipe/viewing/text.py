@@ -9,27 +9,23 @@ forward takes 1, a backward 2, a message 0.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import Compute
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.simulator import simulate
-from lightning_diffpipe.planning.timeline import Timeline, draw
+from lightning_diffpipe.planning.timeline import Timeline
 
 ARROW = "<-- waits here"
-
-
-def render(timeline: Timeline, tick_s: float | None = None, max_columns: int = 120) -> str:
-    """Draws a timeline as `str` does, in cells of `tick_s` seconds, or chosen for `max_columns` at most."""
-    return draw(timeline.spans, timeline.num_ranks, tick_s, max_columns)
 
 
 def side_by_side(planned: Timeline, measured: Timeline, max_columns: int = 120) -> str:
     """Draws the planned and the measured timeline on the same scale of time, rank under rank."""
     end = max(planned.iteration_s, measured.iteration_s)
     tick_s = end / max(max_columns // 3, 8) if end else 1.0
-    images = (render(timeline, tick_s).splitlines() for timeline in (planned, measured))
+    images = (timeline.render(tick_s).splitlines() for timeline in (planned, measured))
     lines = []
     for plan, run in zip(*images, strict=True):
         lines += [f"planned   {plan}", f"measured  {run}"]
@@ -52,7 +48,7 @@ def waiting(schedule: Schedule, at: int, rank: int) -> str:
     done = sum(1 for instruction in program[:at] if isinstance(instruction, Compute))
     done_spans = timeline.spans_of(rank)[:done]
     shown = [*(span for span in timeline.spans if span.rank != rank), *done_spans]
-    image = draw(shown, schedule.num_ranks, tick_s=1.0).splitlines()
+    image = replace(timeline, spans=tuple(shown)).render(tick_s=1.0).splitlines()
     stands_at = max((round(span.stop_s) for span in done_spans), default=0)
     head, cells = image[rank].split("|", 1)
     width = len(cells) // max(round(max((s.stop_s for s in shown), default=1.0)), 1)

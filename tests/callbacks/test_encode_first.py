@@ -174,9 +174,9 @@ class Drawing(SampleImages):
         super().__init__(["a cat", "a dog"], every_n_steps=3, num_inference_steps=2)
         self.drawn, self.held = [], []
 
-    def draw(self, trainer, module):
+    def sample(self, trainer, module):
         self.held.append(not any(map(is_offloaded, module.parameters())))
-        self.drawn.append(super().draw(trainer, module))
+        self.drawn.append(super().sample(trainer, module))
         return self.drawn[-1]
 
 
@@ -185,7 +185,7 @@ def fit_drawing(rank, settings, folder):
     callbacks = [*settings.trainer.get("callbacks", []), drawing]
     trainer = {**settings.trainer, "callbacks": callbacks, "default_root_dir": folder}
     outcome = fit(rank, replace(settings, trainer=trainer), 2)
-    return outcome, drawing.drawn, drawing.held, drawing.draws_by_layers
+    return outcome, drawing.drawn, drawing.held, drawing.samples_by_layers
 
 
 @pytest.mark.slow

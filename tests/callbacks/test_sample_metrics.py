@@ -182,14 +182,14 @@ def test_clip_score_is_the_mean_over_captions_long_ones_cut(tmp_path):
 
 
 class Classes(L.LightningModule):
-    draws_from = "class_labels"
+    samples_from = "class_labels"
 
     def sample(self, *args, **settings):
         return torch.zeros(1, 3, 4, 4)
 
 
 class Editing(L.LightningModule):
-    draws_to_conditions = True
+    samples_to_conditions = True
 
     def sample(self, prompts, *, condition, **settings):
         (references,) = condition
@@ -221,7 +221,7 @@ def test_images_are_drawn_to_references_of_one_size_at_once():
 class Animating(L.LightningModule):
     """Fades from the image that a video begins with."""
 
-    draws_to_conditions = True
+    samples_to_conditions = True
 
     def sample(self, prompts, *, condition, **settings):
         fading = torch.linspace(1, 0.5, 3).view(1, 3, 1, 1, 1)

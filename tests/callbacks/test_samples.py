@@ -111,8 +111,8 @@ def test_a_resumed_run_draws_its_own_steps_only(tmp_path):
 def test_images_come_with_every_validation_and_averaged_weights(tmp_path):
     logger, drawn = Memory(), []
     samples = SampleImages(["a"], every_n_steps=None)
-    draw = samples.draw
-    samples.draw = lambda trainer, module: drawn.append(draw(trainer, module)) or drawn[-1]
+    draw = samples.sample
+    samples.sample = lambda trainer, module: drawn.append(draw(trainer, module)) or drawn[-1]
     settings = {"limit_val_batches": 1, "val_check_interval": 2, "max_steps": 4}
     ema, module = EMA(decay=0.5), Painter()
     trainer = fit(tmp_path, [ema, samples], logger, module, **settings)
@@ -191,7 +191,7 @@ class Conditioned(Captioned):
 class Follower(CaptionedPainter):
     """Draws what it is shown."""
 
-    draws_to_conditions = True
+    samples_to_conditions = True
 
     def sample(self, prompts, num_inference_steps, guidance_scale, generator, condition):
         assert len(condition) == len(prompts)
@@ -232,7 +232,7 @@ def test_captions_held_back_without_conditions_are_for_modules_that_draw_to_none
 class Classes(CaptionedPainter):
     """Draws class numbers."""
 
-    draws_from = "class_labels"
+    samples_from = "class_labels"
 
 
 def test_models_of_classes_draw_the_classes_of_the_data(tmp_path):
@@ -315,7 +315,7 @@ def test_a_divided_model_is_made_whole(tmp_path):
         yield
 
     trainer.strategy.whole_model = whole_model
-    samples.draw(trainer, module)
+    samples.sample(trainer, module)
     assert entered == [True]
 
 

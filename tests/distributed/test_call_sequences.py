@@ -6,7 +6,9 @@ History: a coin over the only frozen layer was an AssertionError, a parameter th
 weights NaN, and a term of the loss that came and went did so to the loss.
 """
 
+import array
 import contextlib
+import ctypes
 import itertools
 import random
 import re
@@ -36,11 +38,12 @@ from tests.distributed.scenarios import (
     check_parity,
     fit,
     fit_module,
+    make,
     reference,
 )
 from tests.distributed.tiny import Stream, TinyDiffusion
 from tests.nccl_like import pretend_nccl
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from tests.rows import row
 
 pytestmark = pytest.mark.distributed
@@ -293,8 +296,13 @@ class Scheduled(Flagged):
 
     def on_train_batch_start(self, batch, batch_idx):
         super().on_train_batch_start(batch, batch_idx)
-        self.text.strength = 1.0 / (1 + batch_idx // 2)
-        self.text.held["shift"] = batch_idx
+        if self.how == "added":
+            self.text.strength = 1.0 / (1 + batch_idx // 2)
+            self.text.held["shift"] = batch_idx
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if pipeline := getattr(self.trainer.strategy, "pipeline", None):
+            self.log("ahead", float(pipeline.runs_ahead))
 
 
 class Faded(nn.Module):
@@ -308,11 +316,16 @@ class Faded(nn.Module):
         return self.layer(x) * self.strength + self.held["shift"]
 
 
-def test_numbers_that_hooks_set_in_frozen_layers_count_from_their_batch_on():
-    """History: frozen layers that ran ahead read those of the batch before."""
-    settings = settings_of("none", "added", "hook", 2, {"num_stages": 2, "filling": "shares"})
+@pytest.mark.parametrize(("how", "runs_ahead"), [("added", 0), ("left out", 1)])
+def test_numbers_that_hooks_set_in_frozen_layers_count_from_their_batch_on(how, runs_ahead):
+    """History: frozen layers that ran ahead read those of the batch before.
+
+    From then on they run when they are due, but not where only they themselves count.
+    """
+    settings = settings_of("none", how, "hook", 2, {"num_stages": 2, "filling": "shares"})
     settings = replace(settings, module_class=Scheduled)
     outcomes = [each for (each,) in run_ranks(fit_all, 2, [settings], 2, False)]
+    assert [outcome.metrics.pop("ahead") for outcome in outcomes] == [runs_ahead] * 2
     assert_equal_runs(outcomes, reference(settings, 2), 1e-9)
 
 
@@ -322,6 +335,84 @@ def test_a_term_that_is_left_out_unforeseen_ends_the_run():
     settings.data["lengths"] = (2,)
     outcomes = [each for (each,) in run_ranks(fit_all, 2, [settings], 2, False)]
     assert any("Multiply by 0" in each for each in outcomes), outcomes
+
+
+class Readers(Flagged):
+    """Two outputs of a layer are read in several places, some of which its first batch leaves out.
+
+    Args:
+        left_out: Indices of the blocks, of which `LOSS` is one past the last.
+    """
+
+    def __init__(self, left_out):
+        super().__init__("none", "added", "hook")
+        self.left_out, self.aux = left_out, Pair()
+
+    def training_step(self, batch, batch_idx):
+        x, pair = batch["x"], self.aux(batch["x"])
+        reads = lambda index: index in READERS and not (self.flag and index in self.left_out)
+        for index, block in enumerate(self.blocks):
+            x = x + block(x + pair[index % 2] if reads(index) else x)
+        loss = F.mse_loss(x, batch["c"])
+        return loss + 0.3 * pair[0].square().mean() if reads(LOSS) else loss
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x):
+        return self.layer(x).chunk(2, -1)
+
+
+LOSS = 6
+READERS = (1, 3, LOSS)  # one in each of three stages
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "schedule"),
+    [
+        (2, "1f1b"), row(2, "zero_bubble"), row(3, "1f1b"), row(3, "zero_bubble"), row(2, "interleaved"),
+        row(2, "v"),
+    ],
+)  # fmt: skip
+def test_only_what_all_stages_leave_out_ends_the_run(num_ranks, schedule):
+    """History: where several stages, or one of its own, read a layer, it silently had a gradient of zeros."""
+    strategy = {"num_stages": num_ranks * (1 + (schedule in ("interleaved", "v")))}
+    strategy["schedule"] = schedule
+    some = [left for n in range(3) for left in itertools.combinations(READERS, n)]
+    cases = [
+        replace(
+            settings_of("none", "added", "hook", 2, strategy),
+            module={"left_out": left}, module_class=Readers,
+        )
+        for left in (READERS, *some)
+    ]  # fmt: skip
+    ends, *trains = zip(
+        *run_ranks(fit_all, num_ranks, cases, num_ranks, False, timeout_s=200), strict=True
+    )
+    assert all("leaves out what is made of aux" in each for each in ends), ends
+    for settings, outcomes in zip(cases[1:], trains, strict=True):
+        assert_equal_runs(outcomes, reference(settings, 2), 1e-9)
+
+
+class AtLast(Readers):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.flag = batch_idx == 3
+
+
+def fit_without_flush(rank, module_class, left_out, world_size):
+    module, strategy = make(module_class, left_out=left_out), {"schedule": "pipedream_2bw"}
+    fit_module(module, world_size, Batches((2,), BATCH), strategy, max_steps=4)
+
+
+@pytest.mark.parametrize("module_class", [Readers, row(AtLast)])
+@pytest.mark.parametrize("num_ranks", [2, row(3)])
+def test_what_all_stages_leave_out_ends_a_run_without_flushes(num_ranks, module_class):
+    run_ranks(fit_without_flush, num_ranks, module_class, READERS[1:], num_ranks)
+    with pytest.raises(RankError, match="leaves out what is made of aux"):
+        run_ranks(fit_without_flush, num_ranks, module_class, READERS, num_ranks)
 
 
 @pytest.mark.parametrize("what", ["frozen", "trained"])
@@ -477,6 +568,17 @@ def closure():
     return lambda: next(numbers)
 
 
+def counter():
+    n = 0
+
+    def count():
+        nonlocal n
+        n += 1
+        return n
+
+    return count
+
+
 NUMBERS = itertools.cycle([1, 2, 3])
 
 
@@ -490,6 +592,7 @@ class Counting(nn.Sequential):
         self.seen, self.share, self.numbers = {"steps": 0}, 0.0, itertools.count(1)
         self.place, self.array, self.slots = SimpleNamespace(steps=0), np.zeros(1), Slots()
         self.listed, self.closed, self.slots.n = iter([1, 2] * 99), closure(), 0
+        self.cell, self.memory, self.of_c = counter(), array.array("d"), ctypes.c_int(0)
         self.pairs = zip(range(1, 99), itertools.cycle("ab"), strict=False)
         self.list = [torch.zeros(())]
 
@@ -508,6 +611,10 @@ class Counting(nn.Sequential):
             self.list[0] += 1
         elif where == "slots":
             self.slots.n += 1
+        elif where == "memory":
+            self.memory.append(0)
+        elif where == "number of C":
+            self.of_c.value += 1
         elif where == "steps":
             self.steps = getattr(self, "steps", 0) + 1
         return {
@@ -518,7 +625,9 @@ class Counting(nn.Sequential):
             "slots": lambda: self.slots.n, "counts": lambda: next(self.counts),
             "listed": lambda: next(self.listed), "pairs": lambda: next(self.pairs)[0],
             f"{__name__}.NUMBERS": lambda: next(NUMBERS), "closed": lambda: self.closed(),
-            "clock": lambda: 1 + time.perf_counter(), "nothing": lambda: 1,
+            "cell": lambda: self.cell(), "memory": lambda: len(self.memory),
+            "number of C": lambda: self.of_c.value, "nothing": lambda: 1,
+            "clock": lambda: 1 + 1e4 * time.perf_counter() % 1,  # in float32, too, another at once
         }[where]()  # fmt: skip
 
 
@@ -533,7 +642,7 @@ NAMED = (
     "pairs",
     f"{__name__}.NUMBERS",
 )
-PLACES = (*NAMED, "array", "list", "slots", "closed", "clock")
+PLACES = (*NAMED, "array", "list", "slots", "closed", "cell", "memory", "number of C", "clock")
 
 
 def plan_of(num_ranks, num_microbatches):
@@ -558,7 +667,7 @@ def test_state_that_a_step_reads_again_is_named(where, early, monkeypatch):
     assert (carried is not None) == (where in PLACES)
     if carried is not None:
         assert carried.names == ((where,) if where in NAMED else ())
-        assert carried.is_restored == (where not in ("slots", "closed", "clock"))
+        assert carried.is_restored == (where != "clock")
         with pytest.raises(ConfigurationError, match="reads what an earlier run"):
             refuse_carried_state(carried, plan_of(2, 1))
         warned = (
@@ -568,7 +677,7 @@ def test_state_that_a_step_reads_again_is_named(where, early, monkeypatch):
         )
         with warned:
             refuse_carried_state(carried, plan_of(1, 2))
-    assert where in ("slots", "closed", "clock", "nothing", "steps") or module.count(where) == 1
+    assert where in ("clock", "nothing", "steps") or module.count(where) == 1
 
 
 def fit_with_a_float(rank, world_size):

@@ -32,10 +32,10 @@ LIMIT_S = 200.0
     [
         (1, "connecting"),
         row(0, "encoding prompts (PipeFusion)"),
-        row(0, "drawing (PipeFusion)"),
+        row(0, "sampling (PipeFusion)"),
         row(0, "connecting"),
         row(1, "saving a checkpoint"),
-        row(1, "drawing (DistriFusion)"),
+        row(1, "sampling (DistriFusion)"),
     ],
 )
 def test_both_sides_of_a_dead_link_end_and_name_each_other(rank, phase):

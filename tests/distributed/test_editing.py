@@ -112,12 +112,13 @@ def test_it_learns_what_one_process_learns(name, lora, world_size, microbatches)
 
 
 def write_edits(folder):
-    """Eight images, half of them made from one reference, half from two of other shapes."""
+    """Eight images of two shapes, half of them made from one reference, half from two of other shapes."""
     lines = []
     for i in range(8):
         references = [(32, 32)] if i % 2 else [(32, 32), (64, 32)]
         names = [f"{i}_{number}.png" for number in range(len(references))]
-        for name, size in zip([f"{i}.png", *names], [(32, 32), *references], strict=True):
+        own = (32, 32) if i < 4 else (64, 32)
+        for name, size in zip([f"{i}.png", *names], [own, *references], strict=True):
             pixels = np.random.default_rng(i).integers(
                 0, 256, (size[1], size[0], 3), dtype=np.uint8
             )
@@ -133,7 +134,7 @@ class Mixed(Editing):
         super().__init__("QwenImageEditPlusPipeline", True)
 
 
-def trained_on_a_folder(folder, cache):
+def trained_on_a_folder(rank, folder, cache=None, num_stages=1):
     torch.manual_seed(0)
     module, recorder = Mixed().double(), Recorder()
     data = ImageFolderDataModule(
@@ -142,10 +143,11 @@ def trained_on_a_folder(folder, cache):
     )  # fmt: skip
     caches = [EncodingCache(cache, min_flops_per_byte=0.0)] if cache else []
     trainer = quiet_trainer(
-        devices=1, strategy=quick_strategy(num_stages=1, num_microbatches=2), max_epochs=2,
-        callbacks=[recorder, *caches],
+        devices=num_stages, strategy=quick_strategy(num_stages=num_stages, num_microbatches=2),
+        max_epochs=2, callbacks=[recorder, *caches],
     )  # fmt: skip
-    trainer.fit(module, datamodule=data)
+    with small_references():
+        trainer.fit(module, datamodule=data)
     return recorder.losses, [cache.memo for cache in caches]
 
 
@@ -154,9 +156,18 @@ def trained_on_a_folder(folder, cache):
 def test_stored_encodings_of_references_change_nothing(tmp_path):
     """Buckets have one number of references each; the second pass shows none to the text encoder again."""
     write_edits(tmp_path)
-    plain, _ = trained_on_a_folder(tmp_path, None)
-    stored, (memo,) = trained_on_a_folder(tmp_path, tmp_path / "cache")
+    plain, _ = trained_on_a_folder(0, tmp_path)
+    stored, (memo,) = trained_on_a_folder(0, tmp_path, tmp_path / "cache")
     assert stored == plain
     assert len(plain) == 8
     assert memo.made["text_encoder"] == 8
     assert memo.found["text_encoder"] == 8
+
+
+@pytest.mark.table
+def test_buckets_of_references_on_two_stages_are_those_of_one_process(tmp_path):
+    """Four buckets: two shapes of images, from one or two references."""
+    write_edits(tmp_path)
+    expected, _ = trained_on_a_folder(0, tmp_path)
+    for losses, _ in run_ranks(trained_on_a_folder, 2, tmp_path, None, 2):
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)

@@ -27,7 +27,7 @@ from tests.distributed.scenarios import (
     reference,
     weights_of,
 )
-from tests.distributed.tiny import Data, TinyDiffusion
+from tests.distributed.tiny import Data, Inheriting, Switching, TinyDiffusion
 from tests.ranks import RankError, run_ranks
 from tests.rows import row
 
@@ -83,15 +83,6 @@ class CoupledSGD(torch.optim.SGD):
         nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1.0)
         super().step()
         return loss
-
-
-class Switching(torch.optim.SGD):
-    """Swaps weights between steps, as schedule-free optimizers do."""
-
-    def train(self):
-        """Of no effect here."""
-
-    eval = train
 
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -250,13 +241,6 @@ def test_small_copies_tell_whether_an_optimizer_treats_parameters_by_themselves(
     for parameter, value in zip(parameters, before, strict=True):
         assert torch.equal(parameter, value)
         assert parameter.grad is None
-
-
-class Inheriting(torch.optim.AdamW):
-    """Calls a step that has the same hooks."""
-
-    def step(self, closure=None):
-        return super().step(closure)
 
 
 @pytest.mark.parametrize("has_closure", [False, True])

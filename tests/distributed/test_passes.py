@@ -335,6 +335,14 @@ def test_a_late_sequence_that_begins_with_all_calls_of_a_known_one(
     trains_a_late_sequence(num_ranks, 5, strategy, module_class=module_class, module=module)
 
 
+def test_a_late_sequence_of_a_step_that_reads_values_ends_the_run():
+    """Its code after the last layer, which alone tells, cannot be run without values."""
+    with pytest.raises(
+        RankError, match=r"(?s)its sequence has \d+ layer calls.*module, so that all"
+    ):
+        on_ranks(2, module_class=SecondLoss, module={"reads": True}, trainer={"max_steps": 5})
+
+
 class Scored(TinyDiffusion):
     """Updates a metric after its last layer, and counts there."""
 

@@ -222,7 +222,7 @@ def test_what_needs_all_stages_at_a_time_is_refused():
         "accumulate_grad_batches=2.*pipedream_2bw": ({"accumulate_grad_batches": 2}, {}),
         "EMA averages.*different versions": ({"callbacks": [EMA()]}, {}),
         "LooksAtGradients.on_before_optimizer_step.*no gradients": (looks, {}),
-        "stages 0 and 1 both train .*come apart": ({}, {"tied": True}),
+        "stages 0 and 1 both train .*diverge": ({}, {"tied": True}),
     }
     refusals = run_in_turn(refusal, 2, *cases.values())
     for complaint, (said, other) in zip(cases, refusals, strict=True):

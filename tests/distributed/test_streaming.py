@@ -223,8 +223,8 @@ class Drawing(SampleImages):
         super().__init__(["a cat"], every_n_steps=4, num_inference_steps=2)
         self.drawn = []
 
-    def draw(self, trainer, module):
-        self.drawn.append(super().draw(trainer, module))
+    def sample(self, trainer, module):
+        self.drawn.append(super().sample(trainer, module))
         return self.drawn[-1]
 
 

@@ -381,3 +381,19 @@ class TinyPipeline(PipelineDiffusion):
         call = {"max_sequence_length": 8} if name in ("flux", "wan", "wan_experts") else {}
         optimization = optimization or Optimization(lr=1e-2, warmup_steps=1)
         super().__init__(pipeline, call=call, optimization=optimization, **options)
+
+
+class Inheriting(torch.optim.AdamW):
+    """Calls a step that has the same hooks."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Switching(torch.optim.SGD):
+    """Swaps weights between steps, as schedule-free optimizers do."""
+
+    def train(self):
+        """Of no effect here."""
+
+    eval = train

@@ -341,14 +341,21 @@ LOSSES = {
 }
 
 
+def noise_share(clean, noisy, target, inverted):
+    """Returns t of `(1 - t) clean + t noise`, whatever the denoiser is told."""
+    towards_noise = -target if inverted else target
+    return float(((noisy - clean) * towards_noise).sum() / towards_noise.square().sum())
+
+
 @pytest.mark.parametrize("schedule", ["constant", "exponential", "snr"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("shape", [(6, 4, 3, 5), (6, 4, 2, 3, 5)])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_losses_equal_a_loop_over_samples(loss, shape, masked, weighted, schedule):
+@pytest.mark.parametrize("inverted", [False, True])
+def test_losses_equal_a_loop_over_samples(inverted, loss, shape, masked, weighted, schedule):
     noise = Noise(preconditioned=True, loss=loss, huber_c=0.2, huber_schedule=schedule)
-    flow, batch = FlowMatching(noise=noise), {}
+    flow, batch = FlowMatching(noise=noise, inverted=inverted), {}
     corrupted = flow.corrupt(normal(*shape), torch.Generator().manual_seed(1))
     prediction = normal(*shape).flip(0)
     mask, weight = (
@@ -360,7 +367,7 @@ def test_losses_equal_a_loop_over_samples(loss, shape, masked, weighted, schedul
     batch |= {"weight": weight} if weighted else {}
     losses = []
     for i in range(6):
-        t = corrupted.timesteps[i].item() / 1000
+        t = noise_share(normal(*shape)[i], corrupted.noisy[i], corrupted.target[i], inverted)
         c = {"constant": 0.2, "exponential": 0.2**t, "snr": 0.8 * (1 - t) ** 2 + 0.2}[schedule]
         errors = LOSSES[loss](prediction[i] - corrupted.target[i], c)
         if masked:  # each latent stands for 8 x 8 pixels
@@ -398,6 +405,19 @@ def test_losses_are_summed_by_quantile_of_the_timesteps(prediction):
         rows = [n for n, t in enumerate(ends.tolist()) if min(t // 250, 3) == k]
         assert losses[f"loss_by_time_count_{k}"] == len(rows) > 0
         torch.testing.assert_close(losses[f"loss_by_time_sum_{k}"], each[rows].sum())
+
+
+@pytest.mark.parametrize("inverted", [False, True])
+def test_the_first_quantile_has_least_noise(inverted):
+    """History: of schedulers that tell inverted times (Mochi's) it had most."""
+    schedule, clean = FlowMatching(inverted=inverted), normal(64, 4, 3, 5)
+    corrupted, schedule.num_quantiles = schedule.corrupt(clean), 3
+    losses = schedule.losses(corrupted, normal(64, 4, 3, 5).flip(0))
+    each = zip(clean, corrupted.noisy, corrupted.target, strict=True)
+    shares = torch.tensor([noise_share(*tensors, inverted) for tensors in each])
+    found = [int(losses[f"loss_by_time_count_{k}"]) for k in range(3)]
+    assert found == torch.histc(shares, 3, 0, 1).int().tolist()
+    assert found[0] != found[2]
 
 
 def test_a_mask_that_shows_nothing_trains_nothing():

@@ -215,3 +215,16 @@ def test_learning_rates_are_those_of_diffusers_schedules(decay, num_cycles):
     for step in range(8, 40):
         assert ours.factor(step, 40) == pytest.approx(expected(step), abs=1e-6)
     assert ours.factor(40, 40) == (decay == "constant")
+
+
+class ThreeBetas(torch.optim.SGD):
+    def __init__(self, params, lr=1.0, betas=(0.98, 0.92, 0.99)):
+        super().__init__(params, lr)
+        self.betas = betas
+
+
+def test_an_optimizer_of_three_betas_keeps_its_own():
+    """History: those of Adam were given to Adan, which ended in an IndexError of its own."""
+    module = nn.Linear(2, 2)
+    made = Optimization(optimizer=ThreeBetas)._made([{"params": [module.weight]}])
+    assert made.betas == (0.98, 0.92, 0.99)

@@ -16,7 +16,7 @@ from lightning_diffpipe.graph.placement import (
     quantize_all,
 )
 from lightning_diffpipe.graph.versions import plain_tensors
-from lightning_diffpipe.modules import Lora, PipelineDiffusion
+from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
 from lightning_diffpipe.modules.on_paper import ModelOnPaper
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.profiling.state import placed
@@ -28,7 +28,7 @@ from lightning_diffpipe.quantization import (
     quantize_components,
 )
 from tests.distributed.scenarios import quiet_trainer
-from tests.distributed.stored import ROUNDED, Rounded
+from tests.distributed.stored import IN_8_BITS, ROUNDED, Rounded
 from tests.distributed.tiny import Images
 from tests.predictor import tiny_pipelines as tiny
 
@@ -101,22 +101,55 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 def lacking(weight):
-    raise RuntimeError("float5 needs another card")
+    raise RuntimeError(f"{weight.dtype} needs another card")
 
 
 def test_a_quantization_that_the_device_lacks_is_named_before_weights_are_read(tmp_path):
-    """History: it ended in the error of a package, when the first layer was timed or placed."""
-    tiny.build("flux", tmp_path / "parts").save_pretrained(tmp_path / "flux")
+    """History: it ended in the error of a package, when the first layer was timed or placed.
+
+    Then float16 had become float32 for a processor before it was tried.
+    """
+    tiny.build("flux", tmp_path / "parts").to(torch.float16).save_pretrained(tmp_path / "flux")
     options = {"call": {"max_sequence_length": 8}, "lora": Lora(rank=2)}
-    chosen = {"transformer": Quantization(lacking, ROUNDED.num_bytes)}
-    module = PipelineDiffusion.from_pretrained(tmp_path / "flux", quantization=chosen, **options)
-    says = "cpu cannot quantize .*RuntimeError: float5 needs another card. Choose another "
-    with pytest.raises(ConfigurationError, match=says):
-        quiet_trainer(max_steps=1).fit(module, Images().train_dataloader())
+    for name, dtype in (("transformer", torch.float16), ("text_encoder", torch.float32)):
+        chosen = {name: Quantization(lacking, ROUNDED.num_bytes)}
+        module = PipelineDiffusion.from_pretrained(
+            tmp_path / "flux", quantization=chosen, **options
+        )
+        says = f"cpu cannot quantize .*RuntimeError: {dtype} needs another card. Choose another "
+        with pytest.raises(ConfigurationError, match=says):
+            quiet_trainer(max_steps=1).fit(module, Images().train_dataloader())
+        assert module.text_encoder.dtype == torch.float16, "it was not read"
+    says = "cpu cannot quantize .*RuntimeError: torch.float32 needs another card"
     for file in tmp_path.glob("flux/vae/*.safetensors"):
         file.unlink()
     with pytest.raises(ConfigurationError, match=says):
         Predictor.from_pretrained(tmp_path / "flux", "single", quantization=chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_blocks_with_quantized_weights_train_as_plain_ones(tmp_path):
+    """History: torch compiles no block over such weights whose outputs share memory, as of Flux."""
+    tiny.build("flux", tmp_path / "parts").save_pretrained(tmp_path / "flux")
+    options = {"call": {"max_sequence_length": 8}, "caption_dropout": 0.0}
+    options["quantization"] = {"transformer": IN_8_BITS}
+    options["optimization"] = Optimization(lr=1.0, warmup_steps=0, optimizer=torch.optim.SGD)
+    trained = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        module = PipelineDiffusion.from_pretrained(tmp_path / "flux", lora=Lora(rank=2), **options)
+        if is_compiled:
+            for block in module.transformer.single_transformer_blocks:
+                block.compile(backend="aot_eager")
+        trainer = quiet_trainer(max_steps=2)
+        torch.manual_seed(1)
+        trainer.fit(module, Images().train_dataloader())
+        trained.append([p.detach() for p in module.parameters() if p.requires_grad])
+    moved = [p.abs().max() for p in trained[0] if p.shape[1] == 2]
+    assert min(moved) > 1e-4, "these begin at zero"
+    for values in zip(*trained, strict=True):
+        torch.testing.assert_close(*values)
 
 
 def test_what_is_trained_as_a_whole_stays_plain(tmp_path):

@@ -846,4 +846,3 @@ def test_searches_for_one_plan_share_what_depends_on_no_costs(monkeypatch):
     profile = equal_profile(12, **sizes)
     find_plan(profile, Cluster(4, memory_bytes=250), PlanOptions(16))
     assert len(made) == len(set(made)) > 5
-    assert not evaluation.known_of.cache_info().currsize

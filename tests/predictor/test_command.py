@@ -61,9 +61,9 @@ from tests.rows import row
         (["options={3: 3}"], "options.3=3 is no argument of a pipeline"),
         (["images={3: a.png}"], "images.3=a.png is no argument of a pipeline"),
         (["options={output_type: np}"], "options.output_type is a setting of its own; write output_type=np"),
-        # History: it was never settled, and every step synchronous.
-        (["sampler=pipefusion", "sampler.warmup_steps=auto", "+sampler.settled=nan"],
-         "sampler.settled must be a number >= 0; got nan"),
+        # History: the warm-up never ended, and every step synchronous.
+        (["sampler=pipefusion", "sampler.warmup_steps=auto", "+sampler.warmup_threshold=nan"],
+         "sampler.warmup_threshold must be a number >= 0; got nan"),
     ],
 )  # fmt: skip
 def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypatch, tmp_path):
@@ -124,6 +124,27 @@ def test_what_a_model_cannot_draw_is_refused_before_processes_start(
     else:
         assert (code, started) == (2, [])
         assert message in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "gpu"])
+def test_kernels_of_gpus_are_not_tried_on_a_processor(
+    accelerator, folder_of, capsys, monkeypatch, tmp_path
+):
+    """History: the process that starts those of ranks refused what only GPUs can do."""
+
+    def lacking(types, device):
+        raise ConfigurationError(f"{device} lacks it")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lightning_diffpipe.quantization.find_spec", lambda name: True)
+    monkeypatch.setattr("lightning_diffpipe.sampling.source.require_kernels", lacking)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    settings = [f"path={folder_of('flux')}", "quantization=nf4", "prompts=[a]"]
+    settings += [f"trainer.accelerator={accelerator}", "trainer.devices=2"]
+    code, _, err = call(capsys, monkeypatch, "sample", *settings)
+    says = {"cpu": "cpu lacks it", "gpu": "trainer.devices=2 GPUs, but this machine has 0"}
+    assert code == 2
+    assert says[accelerator] in err.splitlines()[-1]
 
 
 @pytest.mark.slow

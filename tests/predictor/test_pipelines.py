@@ -242,7 +242,8 @@ TWO_RANKS = [
     ("with_sigmas", {"method": "pipefusion", "warmup_steps": 9}), ("samples_in_a_list", {"method": "sequence"}),
     ("samples_in_a_list", {"method": "pipefusion", "warmup_steps": 9}),
 ]  # fmt: skip
-FURTHER = [  # methods of the same kinds
+# Methods of the same kinds.
+FURTHER = [
     ("controlnet", {"method": "single"}), ("several_controlnets", {"method": "single"}),
     ("several_controlnets", {"method": "single", "guidance": 2}), ("refiner", {"method": "single"}),
     ("sd3_img2img", {"method": "sequence"}), ("two_transformers", {"method": "single"}),

@@ -222,7 +222,7 @@ BAD = [
     ("stable_diffusion", {}, {"height": 10**6}, "height=1000000 is more than 65535 pixels"),
     ("stable_diffusion", {}, {"height": -8}, "height must be a whole number >= 1; got -8"),
     ("dit", {"text_encoder_3": None}, {}, "text_encoder_3=None, but the DiTPipeline at .* it has"),
-    ("pixart", {"settled": "soon"}, {}, "settled must be a number >= 0; got 'soon'"),
+    ("pixart", {"warmup_threshold": "soon"}, {}, "warmup_threshold must be a number >= 0; got 'soon'"),
     ("pixart", {"warmup_microbatches": 0}, {}, "warmup_microbatches must be a whole number >= 1; got 0"),
     ("pixart", {"method": "single"}, {"num_inference_steps": 1}, "ends in IndexError before anything is denoised"),
 ]  # fmt: skip

@@ -198,7 +198,9 @@ def test_one_patch_or_only_synchronous_steps_equal_the_pipeline(job):
     jobs = [
         job("pixart", method="pipefusion", num_patches=1, warmup_steps=0),
         job("flux", method="pipefusion", num_patches=2, warmup_steps=9),
-        job("pixart", method="pipefusion", num_patches=2, warmup_steps="auto", settled=0.0),
+        job(
+            "pixart", method="pipefusion", num_patches=2, warmup_steps="auto", warmup_threshold=0.0
+        ),
     ]
     reports = []
     for each, (found, report) in drawn(jobs):
@@ -562,7 +564,7 @@ def test_a_killed_rank_ends_the_others(num_ranks, victim, options, job, tmp_path
     errors = [(tmp_path / str(rank)).read_text() for rank in range(num_ranks) if rank != victim]
     assert all(each.startswith("LostRankError: rank") for each in errors), errors
     assert not any("timeout_s" in each for each in errors), "nobody waits so long"
-    named = f"lost rank {victim} (drawing): its process has ended without a word"
+    named = f"lost rank {victim} (sampling): its process has ended without a word"
     assert all(named in each for each in errors), errors
 
 
@@ -577,7 +579,7 @@ CONNECT = "lightning_diffpipe.predictor.Worker"
     ("victim", "when", "how", "phase"),
     [
         (0, DRAW, SIGSTOP, "encoding prompts"),
-        (0, "", SIGSTOP, "drawing"),
+        (0, "", SIGSTOP, "sampling"),
         (0, DRAW, SIGKILL, "encoding prompts"),
         row(1, OPEN, SIGKILL, "opening the model"),
         row(0, OPEN, SIGSTOP, "opening the model"),
@@ -585,8 +587,8 @@ CONNECT = "lightning_diffpipe.predictor.Worker"
         row(0, CONNECT, SIGSTOP, "choosing a method"),
         row(1, LOAD, SIGSTOP, "reading weights and probing"),
         row(0, LOAD, SIGKILL, "reading weights and probing"),
-        row(1, GATHER, SIGSTOP, "drawing"),
-        row(0, "", SIGKILL, "drawing"),
+        row(1, GATHER, SIGSTOP, "sampling"),
+        row(0, "", SIGKILL, "sampling"),
     ],
 )
 def test_a_rank_that_is_killed_or_frozen_is_named_with_what_it_did(
@@ -623,7 +625,7 @@ def test_a_rank_that_fails_after_drawing_says_so_before_it_leaves(job):
     assert errors[0] == "DiffPipeError: no room for the images"
     for rank in (1, 2):
         assert errors[rank] == (
-            f"LostRankError: rank {rank} (drawing) lost rank 0 (drawing): it failed with DiffPipeError: no room "
+            f"LostRankError: rank {rank} (sampling) lost rank 0 (sampling): it failed with DiffPipeError: no room "
             "for the images; its own error says where"
         )
 
@@ -634,7 +636,7 @@ def test_a_hung_rank_that_owes_no_message_ends_the_others(job, tmp_path):
     arguments = (*job("dit", 9, method="single", data=2, timeout_s=4.0), 1, tmp_path)
     with pytest.raises(RankError, match="ranks failed"):
         run_ranks(hung, 2, *arguments)
-    message = "rank 0 (drawing) waited for the other ranks: rank 1 (drawing) lives, but has made no step for 4 s"
+    message = "rank 0 (sampling) waited for the other ranks: rank 1 (sampling) lives, but has made no step for 4 s"
     assert message in (tmp_path / "0").read_text()
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_diffpipe import EMA, DiffPipeStrategy, LatentDiffusion
 from lightning_diffpipe.callbacks import FinalCheckpoint, SampleImages
-from lightning_diffpipe.callbacks.sample_images import StageDrawer
+from lightning_diffpipe.callbacks.sample_images import StageSampler
 from lightning_diffpipe.errors import PartitionError
 from lightning_diffpipe.modules import Optimization, PipelineDiffusion
 from lightning_diffpipe.predictor import Predictor
@@ -46,8 +46,8 @@ class Remembering(SampleImages):
 
     drawn = ()
 
-    def draw(self, trainer, module):
-        images = super().draw(trainer, module)
+    def sample(self, trainer, module):
+        images = super().sample(trainer, module)
         self.drawn = [*self.drawn, images.numpy()]
         return images
 
@@ -64,7 +64,7 @@ def train_and_predict(rank, world_size, folder, num_patches=1):
     )  # fmt: skip
     module = tiny_module()
     trainer.fit(module, batches(), batches())
-    assert not samples.draws_by_layers
+    assert not samples.samples_by_layers
     predicted = trainer.predict(module, DataLoader(PROMPTS, batch_size=1))
     return samples.drawn[-1], [as_array(p) for p in predicted]
 
@@ -116,7 +116,7 @@ class Small(PipelineDiffusion):
 class SmallControlNet(Small):
     """A ControlNet of a locked transformer, which a module of one's own trains."""
 
-    draws_to_conditions = True
+    samples_to_conditions = True
 
     def __init__(self, name):
         super().__init__(name)
@@ -144,7 +144,7 @@ class SmallControlNet(Small):
         (prediction,) = self.transformer(block_controlnet_hidden_states=residuals, **given)
         return (prediction - latents).square().mean()
 
-    def drawing(self, prompts, condition, **settings):
+    def sampling_call(self, prompts, condition, **settings):
         pipeline = StableDiffusion3ControlNetPipeline(
             **self.pipeline.components, controlnet=self.controlnet
         )
@@ -154,7 +154,7 @@ class SmallControlNet(Small):
 
     @torch.no_grad()
     def sample(self, prompts, *args, **settings):
-        call = self.drawing(prompts, **settings)
+        call = self.sampling_call(prompts, **settings)
         with self.evaluating():
             return call.pipeline(**call.arguments)[0]
 
@@ -194,23 +194,23 @@ def train(rank, world_size, name, every_n_steps, options=None):
     settings["generator"] = torch.Generator().manual_seed(settings.pop("seed"))
     alone = module.sample(samples.prompts, **settings, **conditions).numpy()
     weights = {n: p.detach().numpy() for n, p in module.named_parameters() if p.requires_grad}
-    return samples.drawn, samples.draws_by_layers, alone, weights
+    return samples.drawn, samples.samples_by_layers, alone, weights
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("name", "draws_by_layers"),
+    ("name", "samples_by_layers"),
     [("flux", False), row("sdxl", True), ("sd3", False), row("self-conditioned", True)],
 )
-def test_training_goes_on_as_without_samples(name, draws_by_layers):
+def test_training_goes_on_as_without_samples(name, samples_by_layers):
     """Also after a refusal of PipeFusion, which leaves a U-Net to be drawn layer by layer.
 
     History: so was a transformer with a ControlNet (sd3), though PipeFusion refused nothing.
     """
     (without, _), (outcome, _) = run_in_turn(train, 2, (2, name, 9), (2, name, 1))
     drawn, by_layers, alone, weights = outcome
-    assert by_layers == draws_by_layers
+    assert by_layers == samples_by_layers
     assert len(drawn) == 2
     assert all((value == without[3][key]).all() for key, value in weights.items())
     np.testing.assert_allclose(drawn[-1], alone, atol=1e-4)
@@ -219,7 +219,7 @@ def test_training_goes_on_as_without_samples(name, draws_by_layers):
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("world_size", "options", "draws_by_layers"),
+    ("world_size", "options", "samples_by_layers"),
     [
         row(2, {"num_stages": 1, "num_replicas": 2}, False),
         (3, {"num_stages": 2, "num_replicas": (2, 1)}, False),
@@ -228,11 +228,11 @@ def test_training_goes_on_as_without_samples(name, draws_by_layers):
     ids=["replicas only", "replicas of a stage", "interleaved"],
 )
 def test_replicas_of_a_stage_draw_by_a_share_of_its_blocks_each(
-    world_size, options, draws_by_layers
+    world_size, options, samples_by_layers
 ):
     """History: layers answered one by one, as if a rank lacked blocks. Of interleaved stages they do."""
     for drawn, by_layers, alone, _ in run_ranks(train, world_size, world_size, "flux", 1, options):
-        assert by_layers == draws_by_layers
+        assert by_layers == samples_by_layers
         np.testing.assert_allclose(drawn[-1], alone, atol=1e-4)
 
 
@@ -259,10 +259,10 @@ def test_ranges_of_blocks_are_found_where_replicas_and_frozen_blocks_lie(homes, 
         for rank in range(1 + max(int(home[-1]) for home in homes))
     ]
     mesh = SimpleNamespace(layout=SimpleNamespace(ranks_per_pipeline=len(residents)))
-    drawer = StageDrawer(SimpleNamespace(mesh=mesh, module=blocks, residents=residents), 1)
+    sampler = StageSampler(SimpleNamespace(mesh=mesh, module=blocks, residents=residents), 1)
     layout = SimpleNamespace(block_names=list(blocks))
     if isinstance(cut, tuple):
-        assert drawer._positions(blocks, layout) == cut
+        assert sampler._positions(blocks, layout) == cut
         return
     with pytest.raises(PartitionError, match=f"lie, in order, {cut or '.*'}; PipeFusion needs"):
-        drawer._positions(blocks, layout)
+        sampler._positions(blocks, layout)

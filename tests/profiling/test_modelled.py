@@ -223,7 +223,8 @@ NOT_ON_PAPER = {
     "KarrasVePipeline", "ConsistencyModelPipeline", "BriaPipeline", "BriaFiboPipeline", "ErnieImagePipeline",
     "HiDreamImagePipeline", "HunyuanImagePipeline", "Ideogram4Pipeline", "Kandinsky5T2IPipeline", "LuminaPipeline",
     "NucleusMoEImagePipeline", "QwenImagePipeline", "SanaSprintPipeline", "ZImagePipeline",
-    "HunyuanVideo15Pipeline", "Kandinsky5T2VPipeline", "MochiPipeline", "SkyReelsV2DiffusionForcingPipeline",
+    "HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline",
+    "Kandinsky5T2VPipeline", "MochiPipeline", "SkyReelsV2DiffusionForcingPipeline",
     "QwenImageEditPipeline", "QwenImageEditPlusPipeline", *ANIMATED,
 }  # fmt: skip
 
@@ -306,6 +307,15 @@ def test_references_that_cannot_be_planned_for_are_refused(tmp_path):
     _, path = folder_of_configs("PixArtSigmaPipeline", tmp_path)
     with pytest.raises(ConfigurationError, match="PixArtSigmaPipeline edits no images, so that"):
         ModelOnPaper(path, ROUND, "float32", 32, with_reference=True).profile((1, 2))
+
+
+def test_a_processor_of_references_is_named_on_paper(tmp_path):
+    """History: it ended in 'NoneType' object has no attribute 'size', as if its call could not be trained."""
+    _, path = folder_of_configs("QwenImageEditPlusPipeline", tmp_path)
+    with pytest.raises(
+        ConfigurationError, match=r"EditPlusPipeline shows the images .* to its processor"
+    ):
+        ModelOnPaper(path, ROUND, "float32", 32).profile((1, 2))
 
 
 @pytest.mark.parametrize("expert", [None, "low"])

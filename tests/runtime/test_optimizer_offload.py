@@ -18,6 +18,7 @@ from lightning_diffpipe.modules import Muon, Optimization, Prodigy
 from lightning_diffpipe.runtime import optimizer_offload
 from lightning_diffpipe.runtime.optimizer_offload import OptimizerOffload, may_be_offloaded
 from lightning_diffpipe.runtime.optimizer_sharding import around_updates
+from tests.distributed.tiny import Inheriting, Switching
 
 SHAPES = (20, 30), (20,), (3, 30), (5,), (20, 29)
 LARGEST = 20 * 30 * 4
@@ -31,13 +32,6 @@ def made(make):
     generator = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     return parameters, make(groups_of(parameters))
-
-
-class Inheriting(torch.optim.AdamW):
-    """Calls a step that has the same hooks."""
-
-    def step(self, closure=None):
-        return super().step(closure)
 
 
 class FailingOnce(Inheriting):
@@ -75,15 +69,6 @@ class Counting(torch.optim.SGD):
         for group in self.param_groups:
             group["lr"] = 0.1 / self.num_steps
         return super().step(closure)
-
-
-class Switching(torch.optim.SGD):
-    """Swaps weights between steps, as schedule-free optimizers do."""
-
-    def train(self):
-        """Of no effect here."""
-
-    eval = train
 
 
 class Listing(torch.optim.SGD):

@@ -97,6 +97,12 @@ def test_a_peer_lost_in_any_bucket_gives_the_same_error(parts, monkeypatch, num_
         poll(under_way) if polled else under_way.wait()
 
 
+def backward_then_hooks(weight):
+    with hooks_off([weight]) as hooks:
+        weight.sum().backward()  # nobody is called
+        call_hooks(weight, hooks)
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_that_a_hook_puts_or_removes(register):
     """History: one that was put while others were set aside was lost."""
@@ -109,9 +115,7 @@ def test_hooks_that_a_hook_puts_or_removes(register):
 
     handles = {"once": getattr(weight, register)(once)}
     for _ in range(2):
-        with hooks_off([weight]) as hooks:
-            weight.sum().backward()  # nobody is called
-            call_hooks(weight, hooks)
+        backward_then_hooks(weight)
     weight.sum().backward()
     assert seen == ["once", "later", "later"]
     handles["later"].remove()
@@ -124,13 +128,9 @@ def test_hooks_after_one_that_removes_itself_are_called(register):
     """History: where no hook was left, what had stood in their place stayed there for good."""
     weight, seen = nn.Parameter(torch.zeros(2)), []
     once = getattr(weight, register)(lambda _: once.remove())
-    with hooks_off([weight]) as hooks:
-        weight.sum().backward()
-        call_hooks(weight, hooks)
+    backward_then_hooks(weight)
     getattr(weight, register)(lambda _: seen.append("later"))
-    with hooks_off([weight]) as hooks:
-        weight.sum().backward()
-        call_hooks(weight, hooks)
+    backward_then_hooks(weight)
     weight.sum().backward()
     assert seen == ["later", "later"]
 

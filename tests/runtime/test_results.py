@@ -45,6 +45,8 @@ def works(*metrics, size=2, **options):
             loss=torch.tensor(float(number)),
             num_samples=size,
             weight=size,
+            partitioned=SimpleNamespace(returned=()),
+            reached=set(),
             logged=[("log", (name, value), options) for name, value in logged.items()],
         )
         for number, logged in enumerate(metrics, 1)

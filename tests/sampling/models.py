@@ -52,6 +52,24 @@ def plain(call):
     return lambda x, t: call(x, t.expand(len(x)))[:, : x.shape[1]]
 
 
+def whole(call):
+    return lambda x, t: call(x, t.expand(len(x)))
+
+
+def closure(guidance, time=lambda t: t, **arguments):
+    """Calls a model with latents, times and further arguments, under guidance or without."""
+    return lambda m: guidance(
+        lambda x, t: m(x, timestep=time(t), **arguments, return_dict=False)[0]
+    )
+
+
+def per_thousand(t):
+    return t / 1000
+
+
+CONDITIONS = {"resolution": None, "aspect_ratio": None}
+
+
 def pixart(**options):
     config = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 4} | options
     model = diffusers.PixArtTransformer2DModel(
@@ -60,16 +78,12 @@ def pixart(**options):
     )  # fmt: skip
     text = normal(2 * B, 7, 8, seed=2)
     mask = torch.tensor([[1] * 4 + [0] * 3] * B + [[1] * 6 + [0]] * B)
-    conditions = {"resolution": None, "aspect_ratio": None}
-
-    def denoise(m):
-        return guided(
-            lambda x, t: m(
-                x, encoder_hidden_states=text, encoder_attention_mask=mask, timestep=t,
-                added_cond_kwargs=conditions, return_dict=False,
-            )[0]
-        )  # fmt: skip
-
+    denoise = closure(
+        guided,
+        encoder_hidden_states=text,
+        encoder_attention_mask=mask,
+        added_cond_kwargs=CONDITIONS,
+    )
     return Tiny(model, denoise, normal(B, 4, 32, 12), branches=2)
 
 
@@ -81,12 +95,9 @@ def pixart_two_calls():
     def denoise(m):
         def call(x, t):
             without, with_prompt = (
-                m(
-                    x, encoder_hidden_states=text, timestep=t.expand(B),
-                    added_cond_kwargs={"resolution": None, "aspect_ratio": None}, return_dict=False,
-                )[0][:, :4]
+                closure(plain, encoder_hidden_states=text, added_cond_kwargs=CONDITIONS)(m)(x, t)
                 for text in texts
-            )  # fmt: skip
+            )
             return without + 3.0 * (with_prompt - without)
 
         return call
@@ -100,12 +111,7 @@ def dit():
         sample_size=16, patch_size=2, norm_num_groups=4, num_embeds_ada_norm=1000,
     ).eval()  # fmt: skip
     labels = torch.tensor([1000] * B + [3, 400])
-
-    def denoise(m):
-        return guided(
-            lambda x, t: m(x, timestep=t.long(), class_labels=labels, return_dict=False)[0]
-        )
-
+    denoise = closure(guided, torch.Tensor.long, class_labels=labels)
     return Tiny(model, denoise, normal(B, 4, 16, 16), branches=2)
 
 
@@ -117,15 +123,7 @@ def sd3(dual=()):
         dual_attention_layers=dual, qk_norm="rms_norm" if dual else None,
     )  # fmt: skip
     text, pooled = normal(2 * B, 7, 12, seed=2), normal(2 * B, 10, seed=3)
-
-    def denoise(m):
-        return guided(
-            lambda x, t: m(
-                x, encoder_hidden_states=text, pooled_projections=pooled, timestep=t,
-                return_dict=False,
-            )[0]
-        )  # fmt: skip
-
+    denoise = closure(guided, encoder_hidden_states=text, pooled_projections=pooled)
     return Tiny(model, denoise, normal(B, 4, 32, 12), branches=2)
 
 
@@ -137,14 +135,10 @@ def flux(**options):
     )  # fmt: skip
     text, pooled = normal(B, 7, 12, seed=2), normal(B, 10, seed=3)
     ids = torch.stack([torch.zeros(96), torch.arange(96) // 6, torch.arange(96) % 6], 1)
-
-    def denoise(m):
-        return lambda x, t: m(
-            x, encoder_hidden_states=text, pooled_projections=pooled,
-            timestep=t.expand(len(x)) / 1000, img_ids=ids, txt_ids=torch.zeros(7, 3),
-            return_dict=False,
-        )[0]  # fmt: skip
-
+    denoise = closure(
+        whole, per_thousand, encoder_hidden_states=text, pooled_projections=pooled,
+        img_ids=ids, txt_ids=torch.zeros(7, 3),
+    )  # fmt: skip
     return Tiny(model, denoise, normal(B, 96, 4))
 
 
@@ -154,13 +148,7 @@ def wan(axis=None):
         out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32, num_layers=4, cross_attn_norm=True,
         qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
     )  # fmt: skip
-    text = normal(B, 7, 16, seed=2)
-
-    def denoise(m):
-        return plain(
-            lambda x, t: m(x, encoder_hidden_states=text, timestep=t, return_dict=False)[0]
-        )
-
+    denoise = closure(plain, encoder_hidden_states=normal(B, 7, 16, seed=2))
     frames = 8 if axis == 2 else 3
     return Tiny(model, denoise, normal(B, 4, frames, 16, 12), axis)
 
@@ -172,15 +160,7 @@ def lumina2():
         axes_dim_rope=(4, 2, 2), axes_lens=(128, 128, 128), cap_feat_dim=8,
     )  # fmt: skip
     text, mask = normal(B, 7, 8, seed=2), torch.ones(B, 7).long()
-
-    def denoise(m):
-        return plain(
-            lambda x, t: m(
-                x, timestep=t / 1000, encoder_hidden_states=text, encoder_attention_mask=mask,
-                return_dict=False,
-            )[0]
-        )  # fmt: skip
-
+    denoise = closure(plain, per_thousand, encoder_hidden_states=text, encoder_attention_mask=mask)
     return Tiny(model, denoise, normal(B, 4, 16, 12))
 
 
@@ -192,13 +172,10 @@ def qwen(lengths=(5, 7)):
     )  # fmt: skip
     num, mask = len(lengths), torch.tensor([[1] * n + [0] * (7 - n) for n in lengths])
     text = normal(num, 7, 12, seed=2)
-
-    def denoise(m):
-        return lambda x, t: m(
-            x, encoder_hidden_states=text, encoder_hidden_states_mask=mask,
-            timestep=t.expand(len(x)) / 1000, img_shapes=[[(1, 16, 6)]] * num, return_dict=False,
-        )[0]  # fmt: skip
-
+    denoise = closure(
+        whole, per_thousand, encoder_hidden_states=text, encoder_hidden_states_mask=mask,
+        img_shapes=[[(1, 16, 6)]] * num,
+    )  # fmt: skip
     return Tiny(model, denoise, normal(num, 96, 16))
 
 
@@ -210,13 +187,7 @@ def cogvideox():
         use_rotary_positional_embeddings=True,
     )  # fmt: skip
     text, rope = normal(B, 7, 8, seed=2), (normal(144, 16, seed=4), normal(144, 16, seed=5))
-
-    def denoise(m):
-        return lambda x, t: m(
-            x, encoder_hidden_states=text, timestep=t.expand(len(x)), image_rotary_emb=rope,
-            return_dict=False,
-        )[0]  # fmt: skip
-
+    denoise = closure(whole, encoder_hidden_states=text, image_rotary_emb=rope)
     return Tiny(model, denoise, normal(B, 3, 4, 16, 12))
 
 
@@ -228,17 +199,11 @@ def hunyuandit():
     )  # fmt: skip
     clip, t5 = normal(B, 4, 8, seed=2), normal(B, 4, 8, seed=3)
     rope, ones = (normal(64, 8, seed=4), normal(64, 8, seed=5)), torch.ones(B, 4).long()
-
-    def denoise(m):
-        return plain(
-            lambda x, t: m(
-                x, t.double(), encoder_hidden_states=clip, text_embedding_mask=ones,
-                encoder_hidden_states_t5=t5, text_embedding_mask_t5=ones,
-                image_meta_size=torch.ones(B, 6).double(), style=torch.zeros(B).long(),
-                image_rotary_emb=rope, return_dict=False,
-            )[0]
-        )  # fmt: skip
-
+    denoise = closure(
+        plain, torch.Tensor.double, encoder_hidden_states=clip, text_embedding_mask=ones,
+        encoder_hidden_states_t5=t5, text_embedding_mask_t5=ones, style=torch.zeros(B).long(),
+        image_meta_size=torch.ones(B, 6).double(), image_rotary_emb=rope,
+    )  # fmt: skip
     return Tiny(model, denoise, normal(B, 4, 16, 16))
 
 
@@ -327,7 +292,7 @@ class TwoPrompts:
                 torch.cat([self.scheduler.scale_model_input(latents, t)] * 2),
                 timestep=t.expand(2 * B),
                 encoder_hidden_states=prompts,
-                added_cond_kwargs={"resolution": None, "aspect_ratio": None},
+                added_cond_kwargs=CONDITIONS,
                 return_dict=False,
             )[0]
             free, conditional = predictions.chunk(2)

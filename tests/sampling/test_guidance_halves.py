@@ -1,12 +1,12 @@
 """Two halves of the ranks, one for each branch of guidance: the same result, and no row is sent twice."""
 
 import copy
-from collections import Counter
+import functools
 
 import pytest
 import torch
 
-from lightning_diffpipe.comm.links import start_all_gather
+from lightning_diffpipe.comm.links import Traffic, start_all_gather
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
@@ -40,11 +40,17 @@ def sample_in_halves(model, call, num_ranks, make, per_rank=1):
         return result
 
     results = LoopbackNetwork(2 * num_ranks).run(rank)
-    num_bytes, num_messages = Counter(), Counter()
-    for traffic in statistics.values():
-        num_bytes += traffic.bytes_sent
-        num_messages += traffic.messages_sent
-    return results, dict(num_bytes), dict(num_messages)
+    return results, functools.reduce(Traffic.plus, statistics.values())
+
+
+def check(found, expected, num_predictions, num_messages):
+    """Compares results, and counts what was sent, in bytes of whole latents and in messages."""
+    results, traffic = found
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+    latent_bytes = expected.numel() * expected.element_size()
+    assert traffic.bytes_sent == {"prediction": num_predictions * latent_bytes}
+    assert traffic.messages_sent == {"prediction": num_messages}
 
 
 def pipefusion(model, links, inside):
@@ -57,12 +63,8 @@ def test_pipefusion_sends_the_rows_of_a_patch(num_ranks, per_rank):
     """Once it was the whole prediction, for every patch, with its variance: eight times as much."""
     model, call = pixart_call()
     expected = PipeFusion(model, num_patches=4).sample(call.request(model))
-    results, sent, messages = sample_in_halves(model, call, num_ranks, pipefusion, per_rank)
-    for result in results:
-        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
-    latent_bytes = expected.numel() * expected.element_size()
-    assert sent == {"prediction": 2 * STEPS * latent_bytes}
-    assert messages == {"prediction": 2 * per_rank * (1 + (STEPS - 1) * 4)}
+    found = sample_in_halves(model, call, num_ranks, pipefusion, per_rank)
+    check(found, expected, 2 * STEPS, 2 * per_rank * (1 + (STEPS - 1) * 4))
 
 
 @pytest.mark.slow
@@ -70,14 +72,10 @@ def test_pipefusion_sends_the_rows_of_a_patch(num_ranks, per_rank):
 def test_sequence_parallelism_sends_the_rows_of_a_rank(num_ranks):
     model, call = pixart_call()
     expected = OneProcess().sample(call.request(model))
-    results, sent, messages = sample_in_halves(
+    found = sample_in_halves(
         model, call, num_ranks, lambda m, links, inside: SequenceParallel(m, inside), num_ranks
     )
-    for result in results:
-        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
-    latent_bytes = expected.numel() * expected.element_size()
-    assert sent == {"prediction": 2 * STEPS * latent_bytes}
-    assert messages == {"prediction": 2 * num_ranks * STEPS}
+    check(found, expected, 2 * STEPS, 2 * num_ranks * STEPS)
 
 
 @pytest.mark.slow
@@ -85,15 +83,11 @@ def test_bands_send_whole_predictions():
     """Every rank of a half steps all rows, so each sends the whole branch to its partner; but no variance."""
     model, call = pixart_call()
     expected, _ = emulate(call.request(model), 2, warmup_steps=1, verify=False)
-    results, sent, messages = sample_in_halves(
+    found = sample_in_halves(
         model, call, 2,
         lambda m, links, inside: DistriFusion(m, links, warmup_steps=1, verify=False),
     )  # fmt: skip
-    for result in results:
-        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
-    latent_bytes = expected.numel() * expected.element_size()
-    assert sent == {"prediction": 2 * 2 * STEPS * latent_bytes}
-    assert messages == {"prediction": 2 * 2 * STEPS}
+    check(found, expected, 2 * 2 * STEPS, 2 * 2 * STEPS)
 
 
 @pytest.mark.slow
@@ -103,9 +97,11 @@ def test_an_automatic_warmup_ends_alike_in_both_halves():
     found = []
 
     def make(m, links, inside):
-        found.append(PipeFusion(m, links, num_patches=2, warmup_steps="auto", settled=10.0))
+        found.append(
+            PipeFusion(m, links, num_patches=2, warmup_steps="auto", warmup_threshold=10.0)
+        )
         return found[-1]
 
-    results, _, _ = sample_in_halves(model, call, 2, make)
+    results, _ = sample_in_halves(model, call, 2, make)
     assert all(torch.equal(result, results[0]) for result in results)
     assert {sampler.statistics.num_synchronous for sampler in found} == {1}

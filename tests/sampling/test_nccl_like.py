@@ -17,7 +17,7 @@ from tests.sampling.models import build, request_for, sample_plainly
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
-PATCHES = {"num_patches": 4, "warmup_steps": "auto", "settled": 0.5, "verify": False}
+PATCHES = {"num_patches": 4, "warmup_steps": "auto", "warmup_threshold": 0.5, "verify": False}
 BANDS = {"warmup_steps": 1, "group_norm": "corrected"}
 
 

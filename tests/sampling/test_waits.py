@@ -13,7 +13,7 @@ from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.request import OneProcess
 from lightning_diffpipe.sampling.schedulers import HostTimesteps
 from tests.sampling.models import build, knowing, pixart_call, request_for
-from tests.sampling.waits import Waits, copies_counted, request_on_device
+from tests.sampling.waits import Waits, request_on_device
 
 METHODS = {
     "single": (1, lambda model, links: OneProcess()),
@@ -25,7 +25,7 @@ METHODS = {
 }  # fmt: skip
 
 
-def waits_of(name, scheduler, method, monkeypatch):
+def waits_of(name, scheduler, method):
     """Counts what each rank waits for in the loop, by operator."""
     num_ranks, make = METHODS[method]
     tiny = build(name)
@@ -46,7 +46,6 @@ def waits_of(name, scheduler, method, monkeypatch):
         with waits:
             sampler.sample(request_on_device(request), waits.end_step)
 
-    copies_counted(monkeypatch)
     network.run(rank)
     assert all(len(waits.ends) == 4 for waits in all_waits)
     # The second step of bands finds out, by values, which modules are given the same texts in every step.
@@ -57,23 +56,28 @@ def waits_of(name, scheduler, method, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "scheduler"), [("pixart", None), ("flux", None), ("dit", None), ("dit", "DDPM")]
 )
-def test_nothing_waits_for_the_device(name, scheduler, method, monkeypatch):
+def test_nothing_waits_for_the_device(name, scheduler, method):
     """History: DDIM read two values for each patch and step, to index its tables on the host by a timestep."""
-    assert not any(waits_of(name, scheduler, method, monkeypatch))
+    assert not any(waits_of(name, scheduler, method))
 
 
-def test_what_waits_is_seen(monkeypatch):
+def test_what_waits_is_seen():
     """The counter itself: DDIM as diffusers steps it, with a timestep of the device."""
     waits = Waits()
-    copies_counted(monkeypatch)
     request = request_on_device(request_for("dit"))
     with waits:
         request.scheduler.step(request.latents, request.timesteps[0], request.latents)
         assert set(waits.counted) == {"_local_scalar_dense"}
-        request.latents.cpu()
+        host = request.latents.cpu()
+        for target in ("cpu", torch.device("cpu"), host):
+            request.latents.to(target)
+        request.latents.to(device="cpu", dtype=torch.float16)
+        request.latents.to(torch.float16).to(request.latents.device)
+        host.to(request.latents).tolist()
         bool(request.latents.sum() > 0)
         request.latents.tolist()
-    assert waits.counted["cpu"] == waits.counted["tolist"] == 1
+    assert waits.counted["cpu"] == 5
+    assert waits.counted["tolist"] == 2
     assert waits.counted["_local_scalar_dense"] > 1
 
 
@@ -89,7 +93,6 @@ def test_the_loop_of_a_pipeline_steps_with_timesteps_of_the_host(monkeypatch):
             return found
 
     monkeypatch.setattr(loop, "HostTimesteps", Noting)
-    copies_counted(monkeypatch)
     OneProcess().sample(call.request(model))
     assert len(given) == 4
     for t, found in given:
@@ -97,9 +100,8 @@ def test_the_loop_of_a_pipeline_steps_with_timesteps_of_the_host(monkeypatch):
         assert torch.equal(found, t)
 
 
-def test_timesteps_of_a_schedule_are_copied_once(monkeypatch):
+def test_timesteps_of_a_schedule_are_copied_once():
     waits = Waits()
-    copies_counted(monkeypatch)
     schedule = request_on_device(request_for("dit")).timesteps
     timesteps = HostTimesteps()
     with waits:

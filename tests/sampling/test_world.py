@@ -12,7 +12,8 @@ from lightning_diffpipe.sampling import world
 from tests.ranks import run_ranks
 
 CPU, CUDA0, CUDA1 = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
-CASES = [  # device, name of its GPU and host of each rank; what is agreed, and what the first rank says
+# Device, name of its GPU and host of each rank; what is agreed, and what the first rank says.
+CASES = [
     # One GPU is visible to each process, as under srun --gpus-per-task=1: both call it cuda:0.
     ([(CUDA0, "a", "one"), (CUDA0, "b", "one")], "nccl", "2 ranks travel over nccl"),
     ([(CUDA0, "a", "one"), (CUDA0, "b", "two")], "nccl", "2 ranks travel over nccl"),

@@ -21,7 +21,7 @@ from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.viewing.explain import _balanced, explain
 from lightning_diffpipe.viewing.plot import chrome_trace
 from lightning_diffpipe.viewing.report import cost_table, diff, report
-from lightning_diffpipe.viewing.text import percent, render, seconds, side_by_side, size, waiting
+from lightning_diffpipe.viewing.text import percent, seconds, side_by_side, size, waiting
 
 from ..planning.drawings import check_golden
 from ..planning.profiles import equal_profile, random_profile, twice
@@ -54,7 +54,7 @@ def test_planned_and_measured_on_one_scale():
         planned   rank 1 |  . F0 B0 -- F1 B1 --  .  .
         measured  rank 1 |  . F0 B0 -- -- F1 B1 -- --  .  .  .
     """)
-    assert render(planned, tick_s=1) == str(planned)
+    assert planned.render(tick_s=1) == str(planned)
 
 
 def plan_of(num_stages=4, **options):

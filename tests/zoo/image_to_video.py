@@ -13,14 +13,15 @@ from .case import perturb
 from .pipelines import PIPELINES, build, denoiser
 
 CAPTIONS = ["a cat 1", "dog b", "x"]
-KINDS = ("wan21", "wan22", "wan22_5b", "ltx", "cogvideox", "hunyuan", "hunyuan_concat")
-"""Wan 2.1, the experts of Wan 2.2, its model of 5 billion weights, and others; both models of HunyuanVideo."""
+KINDS = ("wan21", "wan22", "wan22_5b", "ltx", "cogvideox", "hunyuan", "hunyuan_concat", "hunyuan15")
+"""Wan 2.1, the experts of Wan 2.2, its model of 5 billion weights, and others; three models of HunyuanVideo."""
 
 _CLASSES = {
     "ltx": "LTXImageToVideoPipeline",
     "cogvideox": "CogVideoXImageToVideoPipeline",
     "hunyuan": "HunyuanVideoImageToVideoPipeline",
     "hunyuan_concat": "HunyuanVideoImageToVideoPipeline",
+    "hunyuan15": "HunyuanVideo15ImageToVideoPipeline",
 }
 
 

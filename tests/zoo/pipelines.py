@@ -17,6 +17,7 @@ import diffusers
 import torch
 import transformers
 from diffusers.guiders import ClassifierFreeGuidance
+from PIL import Image
 from torch import nn
 
 from tests.modules.tiny_parts import tiny_text_encoder, tiny_tokenizer
@@ -47,7 +48,6 @@ class TinyPipeline:
         pixels: Shape of an image or video of the batch.
         drawn: Arguments of `__call__` with which one is drawn.
         settings: Attributes of the pipeline that a folder does not say, such as the sizes it draws.
-        num_samples: Samples of the batch.
         edits: Whether an image is given.
         references: Number of references of each sample, of pipelines whose processor reads them.
     """
@@ -57,7 +57,6 @@ class TinyPipeline:
     pixels: tuple[int, ...] = (3, 32, 32)
     drawn: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    num_samples: int = 3
     edits: bool = False
     references: int = 0
 
@@ -163,6 +162,15 @@ def clip_vision(_: Path) -> nn.Module:
         image_size=28, patch_size=14,
     )  # fmt: skip
     return transformers.CLIPVisionModel(config)
+
+
+def siglip_vision(_: Path) -> nn.Module:
+    """Another encoder of images of 28 pixels."""
+    config = transformers.SiglipVisionConfig(
+        hidden_size=6, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8,
+        image_size=28, patch_size=14,
+    )  # fmt: skip
+    return transformers.SiglipVisionModel(config)
 
 
 def llava(_: Path) -> nn.Module:
@@ -366,6 +374,24 @@ SEEN = {
     "crop_start": 7, "image_emb_len": 4, "image_emb_start": 2, "image_emb_end": 6,
 }  # fmt: skip
 """A prompt of three roles with an image, `<extra_id_41>`, which is token 300."""
+HUNYUAN_VIDEO_15 = with_denoiser(
+    FLOW | T5_2 | {
+        "guider": of(ClassifierFreeGuidance),
+        "text_encoder": language_model(
+            "Qwen2_5_VLText", rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 2]},
+        ),
+        "tokenizer": long_tokenizer,
+        "vae": of(
+            diffusers.AutoencoderKLHunyuanVideo15, in_channels=3, out_channels=3, latent_channels=4,
+            block_out_channels=(16, 16), layers_per_block=1, spatial_compression_ratio=4,
+            temporal_compression_ratio=2, downsample_match_channel=False, upsample_match_channel=False,
+        ),
+        "image_encoder": siglip_vision,
+        "feature_extractor": of(transformers.SiglipImageProcessor, size={"height": 28, "width": 28}),
+    },
+    "HunyuanVideo15Transformer3DModel", in_channels=9, patch_size=1, patch_size_t=1, text_embed_dim=16,
+    text_embed_2_dim=16, target_size=16, task_type="t2v",
+)  # fmt: skip
 QWEN_EDIT = {
     "text_encoder": seeing_references, "tokenizer": lambda _: processor().tokenizer,
     "processor": lambda _: processor(),
@@ -685,27 +711,7 @@ PIPELINES: dict[str, TinyPipeline] = {
         FRAMES | SHORT | {"prompt_template": {"template": "{}", "crop_start": 0}},
         VIDEO,
     ),
-    "HunyuanVideo15Pipeline": TinyPipeline(
-        with_denoiser(
-            FLOW | T5_2 | {
-                "guider": of(ClassifierFreeGuidance),
-                "text_encoder": language_model(
-                    "Qwen2_5_VLText", rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 2]},
-                ),
-                "tokenizer": long_tokenizer,
-                "vae": of(
-                    diffusers.AutoencoderKLHunyuanVideo15, in_channels=3, out_channels=3, latent_channels=4,
-                    block_out_channels=(16, 16), layers_per_block=1, spatial_compression_ratio=4,
-                    temporal_compression_ratio=2, downsample_match_channel=False, upsample_match_channel=False,
-                ),
-            },
-            "HunyuanVideo15Transformer3DModel", in_channels=9, patch_size=1, patch_size_t=1, text_embed_dim=16,
-            text_embed_2_dim=16, target_size=16, task_type="t2v",
-        ),
-        FRAMES,
-        VIDEO,
-        num_samples=1,  # its autoencoder takes no more
-    ),
+    "HunyuanVideo15Pipeline": TinyPipeline(HUNYUAN_VIDEO_15, FRAMES, VIDEO),
     "Kandinsky5T2VPipeline": TinyPipeline(
         with_denoiser(
             QWEN_VL | HUNYUAN_VIDEO_VAE | FLOW | CLIP77_2, "Kandinsky5Transformer3DModel", in_text_dim=16,
@@ -790,6 +796,10 @@ PIPELINES: dict[str, TinyPipeline] = {
         FRAMES | {"max_sequence_length": 24, "prompt_template": SEEN},
         VIDEO,
         edits=True,
+    ),
+    "HunyuanVideo15ImageToVideoPipeline": TinyPipeline(
+        HUNYUAN_VIDEO_15, FRAMES, VIDEO, edits=True,
+        drawn={"image": Image.linear_gradient("L").convert("RGB").resize((32, 32))},  # takes one file
     ),
     "HunyuanSkyreelsImageToVideoPipeline": TinyPipeline(
         with_denoiser(

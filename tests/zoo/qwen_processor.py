@@ -17,12 +17,20 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwen
 SPECIAL = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
 
 
+_REAL = {
+    module: module.calculate_dimensions
+    for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus)
+}
+
+
 @contextlib.contextmanager
 def small_references() -> Iterator[None]:
-    """Has Qwen's make references of about 64 x 64 pixels, and of 32 x 32 those that Plus shows to its encoder."""
+    """Has Qwen's make references of about 64 x 64 pixels, and of 32 x 32 those that Plus shows to its encoder.
+
+    The same in another such context: steps whose frozen layers run early are in several at a time.
+    """
     with contextlib.ExitStack() as stack:
-        for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
-            real = module.calculate_dimensions
+        for module, real in _REAL.items():
             small = lambda area, ratio, real=real: real(max(area / 256, 32 * 32), ratio)
             stack.enter_context(mock.patch.object(module, "calculate_dimensions", small))
         yield

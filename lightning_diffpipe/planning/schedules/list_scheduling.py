@@ -77,7 +77,8 @@ class ListScheduling:
 
     def __post_init__(self) -> None:
         place, stages = self.placement, range(self.placement.num_stages)
-        self.backward = [  # the parts of a stage's backward; who sends no gradient gains nothing by two
+        # The parts of a stage's backward; who sends no gradient gains nothing by two.
+        self.backward = [
             _SPLIT if self.splits_backward and place.sends_gradient(stage) else _WHOLE
             for stage in stages
         ]
@@ -87,7 +88,8 @@ class ListScheduling:
         ]
         self.before = [place.previous_stage(stage) for stage in stages]
         trained = [s for s in stages if s not in place.no_grad]
-        self.after = [  # the next stage that sends a gradient back
+        # The next stage that sends a gradient back.
+        self.after = [
             next((s for s in trained if s > stage and s in place.backbone_of(stage)), None)
             for stage in stages
         ]

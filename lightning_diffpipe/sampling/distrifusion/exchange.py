@@ -16,6 +16,9 @@ The first pass through the model yields all calls and their shapes; offsets into
 A displaced step that no displaced step follows sends nothing, and a synchronous one keeps nothing. Data carry the
 step they were made in, and reading any but the step before raises, unless a step cache may skip steps.
 
+What is read are views of the whole message, which is freed once the last call of its range is over. Only moments
+are stored longer, for two more steps, and those of all calls of a range; their messages hold nothing else.
+
 Modules that are given texts only have the same input in all steps, so they run once (`Constants`).
 """
 

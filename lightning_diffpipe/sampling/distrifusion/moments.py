@@ -136,8 +136,9 @@ def _linear_forms(shares: tuple[float, ...], band: int | None, device: torch.dev
     variance + d(variance) - 2 (mean - mean_band) d(mean). Copied to the device once, for which the host waits.
     """
     share = torch.tensor(shares, dtype=torch.float64)
-    apart = torch.eye(len(shares), dtype=torch.float64) - share  # each from the mean of the image
-    total, left, right = share[None], share[:, None] * apart, apart
+    # Each from the mean of the image.
+    deviations = torch.eye(len(shares), dtype=torch.float64) - share
+    total, left, right = share[None], share[:, None] * deviations, deviations
     if band is not None:
         total, left, right = (F.pad(form, (0, 1)) for form in (total, left, right))
         change = torch.zeros_like(total)

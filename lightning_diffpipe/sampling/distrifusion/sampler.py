@@ -84,10 +84,10 @@ class DistriFusion:
         links: To the other ranks.
         mode: "displaced", "synchronous" or "naive".
         warmup_steps: Synchronous steps at the start, or "auto": until what the model is given in a step differs by
-            less than `settled` from the step before.
+            less than `warmup_threshold` from the step before.
         group_norm: Rule by which displaced steps use other bands' statistics; see `moments.py`.
         calls_per_message: Operators of one kind whose data share a message in displaced steps.
-        settled: Relative change of the model's input, the scaled latents, that ends the automatic warm-up.
+        warmup_threshold: Relative change of the model's input, the scaled latents, that ends the automatic warm-up.
         verify: Compare the first call of each kind with a plain one.
 
     Example:
@@ -102,15 +102,15 @@ class DistriFusion:
         warmup_steps: int | Literal["auto"] = 4,
         group_norm: GroupNormRule = "predicted",
         calls_per_message: int = 16,
-        settled: float = 0.1,
+        warmup_threshold: float = 0.1,
         verify: bool = True,
     ) -> None:
         require_choice("mode", mode, get_args(BandMode))
         require_choice("group_norm", group_norm, get_args(GroupNormRule))
-        require_warmup(warmup_steps, settled)
+        require_warmup(warmup_steps, warmup_threshold)
         require_number("calls_per_message", calls_per_message, 1, whole=True)
         self.model, self.links, self.mode = model, links, mode
-        self.warmup_steps, self.settled = warmup_steps, settled
+        self.warmup_steps, self.warmup_threshold = warmup_steps, warmup_threshold
         self.group_norm, self.calls_per_message, self.verify = group_norm, calls_per_message, verify
         self.statistics = SamplingStatistics()
         self.num_fallbacks = 0
@@ -167,15 +167,15 @@ class DistriFusionRun(Run):
         request, sampler = self.request, self.sampler
         loop, latents = request.loop(), request.latents
         given_before: Tensor | None = None
-        is_settled, sampler.statistics.num_synchronous = False, 0
+        is_below, sampler.statistics.num_synchronous = False, 0
         for index in range(request.num_steps):
-            if sampler.warmup_steps == "auto" and not is_settled:
+            if sampler.warmup_steps == "auto" and not is_below:
                 given = request.scaler.scale(latents, index)
                 if given_before is not None:
                     change = self._links.broadcast_object(partial(_change, given_before, given))
-                    is_settled = change < sampler.settled
+                    is_below = change < sampler.warmup_threshold
                 given_before = given
-            self._step = self._kind_of_step(index, is_settled)
+            self._step = self._kind_of_step(index, is_below)
             sampler.statistics.num_synchronous += self._step.synchronous
             self._num_calls = 0
             self.cache.begin(index)
@@ -188,11 +188,11 @@ class DistriFusionRun(Run):
                 on_step(index)
         return latents
 
-    def _kind_of_step(self, index: int, is_settled: bool) -> StepKind:
-        """Returns the data of other bands that a step may read; `is_settled` ends an automatic warm-up."""
+    def _kind_of_step(self, index: int, is_below: bool) -> StepKind:
+        """Returns the data of other bands that a step may read; `is_below` ends an automatic warm-up."""
         mode, warmup_steps = self.sampler.mode, self.sampler.warmup_steps
         automatic = warmup_steps == "auto"
-        in_warmup = not is_settled if automatic else index < warmup_steps
+        in_warmup = not is_below if automatic else index < warmup_steps
         # An automatic warm-up may end with any step; one that a step cache skips leaves nothing to be read.
         any_time = automatic or self.request.cache is not None
         next_may_be_displaced = mode == "displaced" and (any_time or index + 1 >= warmup_steps)
@@ -336,7 +336,7 @@ def emulate(
         The final latents, and the samplers of all bands with their statistics.
 
     Raises:
-        ConfigurationError: The bands drew other noise.
+        ConfigurationError: Bands have other noise.
     """
     device, default = request.latents.device, None
     if request.step_kwargs.get("generator") is None and takes_generator(request.scheduler):

@@ -59,7 +59,7 @@ class PipeFusionRun:
     ) -> None:
         self._links, self._request, self._setting = sampler.links, request, setting
         self._watch, self.plan = watch, setting.plan
-        self._settled = sampler.settled
+        self._warmup_threshold = sampler.warmup_threshold
         layout, links = setting.layout, sampler.links
         self._is_first, self._is_last = links.rank == 0, links.rank == links.num_ranks - 1
         self._sequence = sampler.sequence_links
@@ -303,14 +303,14 @@ class PipeFusionRun:
                 gathered = start_all_gather(self._sequence, squares, shapes, "statistics")()
                 squares = torch.stack(gathered).sum(0)
             changed, size = squares.tolist()
-            is_settled = (math.sqrt(changed / size) if size else math.inf) < self._settled
+            is_below = (math.sqrt(changed / size) if size else math.inf) < self._warmup_threshold
             for rank in range(last):
-                decision = torch.tensor([is_settled], dtype=torch.uint8, device=links.device)
+                decision = torch.tensor([is_below], dtype=torch.uint8, device=links.device)
                 links.send(decision, rank, "control")
         else:
             decision = links.receive(TensorShape((1,), torch.uint8), last, "control").wait()
-            is_settled = bool(decision.item())
-        if is_settled:
+            is_below = bool(decision.item())
+        if is_below:
             self.plan = replace(self.plan, warmup_steps=turn.step + 1)
 
     def _given(self, latents: Tensor, step: int) -> Tensor:

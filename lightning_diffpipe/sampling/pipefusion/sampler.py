@@ -62,12 +62,12 @@ class PipeFusion:
         links: Between the ranks; one rank alone if None, which is the emulator of any number of ranks.
         num_patches: M. At least as many as ranks keeps all of them busy.
         warmup_steps: W, first steps that compute all tokens at once, as one process would; or "auto": until what
-            the model is given in the next step differs by less than `settled`.
+            the model is given in the next step differs by less than `warmup_threshold`.
         split: Blocks before which to cut, one fewer than ranks. None cuts by the cost measured in the first
             request, and keeps that for all further ones with the same blocks: ranks have weights for no other. A
             function is asked on rank 0, for each layout.
         hide_unseen: With W = 0, hide keys that have not been written yet instead of attending to zeros.
-        settled: Relative change of the model's input, the scaled latents, that ends the automatic warm-up.
+        warmup_threshold: Relative change of the model's input, the scaled latents, that ends the automatic warm-up.
         warmup_microbatches: Shares of the samples into which synchronous steps are cut, so that ranks overlap
             there. None cuts between the branches of guidance that are in the batch, if patches are to flow after
             these steps; it cuts nothing where the result has the bits of one process: with one patch, or with
@@ -100,14 +100,14 @@ class PipeFusion:
         warmup_steps: int | Literal["auto"] = 1,
         split: Sequence[int] | Callable[[Layout], Sequence[int]] | None = None,
         hide_unseen: bool = True,
-        settled: float = 0.1,
+        warmup_threshold: float = 0.1,
         warmup_microbatches: int | None = None,
         sequence_links: Links | None = None,
         sequence_mode: SequenceMode = "ulysses",
         axis: int | None = None,
         verify: bool = True,
     ) -> None:
-        require_warmup(warmup_steps, settled)
+        require_warmup(warmup_steps, warmup_threshold)
         require_number("num_patches", num_patches, 1, whole=True)
         if warmup_microbatches is not None:
             require_number("warmup_microbatches", warmup_microbatches, 1, whole=True)
@@ -116,7 +116,7 @@ class PipeFusion:
         self.sequence_links, self.sequence_mode = sequence_links or Alone(), sequence_mode
         self.num_patches, self.warmup_steps, self.split = num_patches, warmup_steps, split
         self.hide_unseen, self.verify = hide_unseen, verify
-        self.settled, self.warmup_microbatches = settled, warmup_microbatches
+        self.warmup_threshold, self.warmup_microbatches = warmup_threshold, warmup_microbatches
         self.statistics = SamplingStatistics()
         self.positions: tuple[int, ...] = ()  # where blocks were cut for the last request
         self.layouts = LayoutStore(axis)

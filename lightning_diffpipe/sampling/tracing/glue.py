@@ -133,8 +133,14 @@ def find_invariants(
 
     None where calls of blocks that are equal in one run are not in another: their results stand for each other.
     """
-    between, inside = _around_blocks(model, blocks)
-    names = between | {n for n in inside if any(True for _ in model.get_submodule(n).parameters())}
+    within = tuple(f"{name}." for name in blocks)
+    # Modules between blocks, and those with parameters inside of one: none contains a block, or is one.
+    names = {
+        name
+        for name in callable_modules(model)
+        if name not in blocks and not any(block.startswith(f"{name}.") for block in blocks)
+        if not name.startswith(within) or any(True for _ in model.get_submodule(name).parameters())
+    }
     unknown = torch.full_like(latents, math.nan)
 
     def record(x: Tensor, at: Tensor, earlier: _Calls | None = None) -> _CallRecorder:
@@ -288,15 +294,3 @@ class _CallRecorder:
             return out
 
         return recorded
-
-
-def _around_blocks(model: nn.Module, blocks: Collection[str]) -> tuple[set[str], set[str]]:
-    """Finds modules that contain no block and are none: those between blocks, and those inside of one."""
-    within = tuple(f"{name}." for name in blocks)
-    names = {
-        name
-        for name in callable_modules(model)
-        if name not in blocks and not any(block.startswith(f"{name}.") for block in blocks)
-    }
-    inside = {name for name in names if name.startswith(within)}
-    return names - inside, inside

@@ -231,6 +231,17 @@ def test_an_image_too_large_for_one_rank_is_not_compared(caplog):
     ], "by rank 0 alone"
 
 
+def check_refusal(model, x, num_bands, error, message):
+    """Finds that all bands refuse a model, in the same words."""
+
+    def refusal_of(links):
+        with pytest.raises(error, match=message) as refused:
+            DistriFusion(model, links).sample(request_of(model, x))
+        return str(refused.value)
+
+    assert len(set(LoopbackNetwork(num_bands, timeout_s=5).run(refusal_of))) == 1
+
+
 @pytest.mark.parametrize(
     ("too_large", "message"),
     [
@@ -240,15 +251,7 @@ def test_an_image_too_large_for_one_rank_is_not_compared(caplog):
 )  # fmt: skip
 def test_too_little_memory_is_an_error_that_all_ranks_can_go_on_from(too_large, message):
     """History: an error of torch's broke off the Predictor, and method=auto did not take the next best."""
-    model = Hungry({too_large})
-    request = request_of(model, normal(1, 3, 16, 8))
-
-    def refusal_of(links):
-        with pytest.raises(ConfigurationError, match=message) as refused:
-            DistriFusion(model, links).sample(request)
-        return str(refused.value)
-
-    assert len(set(LoopbackNetwork(2, timeout_s=5).run(refusal_of))) == 1
+    check_refusal(Hungry({too_large}), normal(1, 3, 16, 8), 2, ConfigurationError, message)
 
 
 @pytest.mark.parametrize(
@@ -260,17 +263,9 @@ def test_too_little_memory_is_an_error_that_all_ranks_can_go_on_from(too_large, 
 )
 def test_a_kernel_wider_than_the_smallest_band_is_refused_on_all_bands(make):
     """History: only small bands refused it, and large ones waited for them until the timeout."""
-    model = Inside(make().double())
-    request, x = request_of(model, normal(1, 3, 11, 8)), normal(1, 3, 11, 8)
-
-    def refusal_of(links):
-        with pytest.raises(
-            GraphError, match=r"reads 4 rows .* the smallest band has 3 rows: use"
-        ) as refused:
-            DistriFusion(model, links).sample(request)
-        return str(refused.value)
-
-    assert len(set(LoopbackNetwork(3, timeout_s=5).run(refusal_of))) == 1  # of 4, 4 and 3 rows
+    model, x = Inside(make().double()), normal(1, 3, 11, 8)
+    # Of 4, 4 and 3 rows.
+    check_refusal(model, x, 3, GraphError, r"reads 4 rows .* the smallest band has 3 rows: use")
     found = last_prediction(model, [x], 2)  # of 6 and 5
     assert (found - model(x)).abs().max() < 1e-12
 
@@ -284,7 +279,10 @@ def test_a_kernel_wider_than_the_smallest_band_is_refused_on_all_bands(make):
         ({"warmup_steps": "often"}, "warmup_steps='often'"),
         ({"calls_per_message": 0}, "calls_per_message must be a whole number >= 1; got 0"),
         ({"calls_per_message": "all"}, "calls_per_message must be .*; got 'all'"),
-        ({"settled": "0.1", "warmup_steps": "auto"}, "settled must be a number >= 0; got '0.1'"),
+        (
+            {"warmup_threshold": "0.1", "warmup_steps": "auto"},
+            "warmup_threshold must be a number >= 0; got '0.1'",
+        ),
     ],
 )
 def test_options_are_checked(options, message):

@@ -247,10 +247,12 @@ def test_bands_that_drew_other_noise_are_named(tiny_models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("settled", "num_synchronous"), [(1e9, 1), (0.0, 3)])
-def test_automatic_warmup_ends_when_latents_hardly_change(settled, num_synchronous, tiny_models):
+@pytest.mark.parametrize(("warmup_threshold", "num_synchronous"), [(1e9, 1), (0.0, 3)])
+def test_automatic_warmup_ends_when_latents_hardly_change(
+    warmup_threshold, num_synchronous, tiny_models
+):
     request = request_for("sd", tiny_models("sd"), num_steps=3)
-    found, samplers = emulate(request, 2, warmup_steps="auto", settled=settled)
+    found, samplers = emulate(request, 2, warmup_steps="auto", warmup_threshold=warmup_threshold)
     assert {sampler.statistics.num_synchronous for sampler in samplers} == {num_synchronous}
     assert torch.equal(found, emulate(request, 2, warmup_steps=num_synchronous)[0])
 

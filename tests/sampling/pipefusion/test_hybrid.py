@@ -52,7 +52,9 @@ FAST = {("pixart", "ring")}
 def test_sharing_a_stage_does_not_change_the_result(name, mode):
     tiny = build(name)
     # Each rank of the last stage sees rows of its own, and all must decide alike.
-    warmup = {"warmup_steps": "auto", "settled": 10.0} if name == "sd3" else {"warmup_steps": 1}
+    warmup = (
+        {"warmup_steps": "auto", "warmup_threshold": 10.0} if name == "sd3" else {"warmup_steps": 1}
+    )
     options = {"num_patches": 2, "warmup_microbatches": 2, **warmup}
     alone = knowing(PipeFusion(tiny.model, axis=tiny.axis, **options), name, tiny)
     expected = alone.sample(request_for(name, tiny=tiny))

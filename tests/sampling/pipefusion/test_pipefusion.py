@@ -131,17 +131,23 @@ def test_branches_of_guidance_follow_each_other_unless_the_image_is_exact(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settled", "found", "num_ranks"),
+    ("warmup_threshold", "found", "num_ranks"),
     [(10.0, 1, 1), (None, 3, 3), (0.0, 5, 2)],
 )
-def test_an_automatic_warmup_ends_on_all_ranks_alike(settled, found, num_ranks, tiny_models):
+def test_an_automatic_warmup_ends_on_all_ranks_alike(
+    warmup_threshold, found, num_ranks, tiny_models
+):
     """At the first decision, at a later one, never: the bits of as many synchronous steps."""
     tiny, steps = tiny_models("pixart"), 5
-    if settled is None:  # between the third change and those before it
+    if warmup_threshold is None:  # between the third change and those before it
         changes = changes_of(tiny, steps)
-        settled = (changes[:2].min() + changes[2]) / 2
-        assert settled < changes[:2].min()
-    options = {"warmup_steps": "auto", "settled": float(settled), "warmup_microbatches": 2}
+        warmup_threshold = (changes[:2].min() + changes[2]) / 2
+        assert warmup_threshold < changes[:2].min()
+    options = {
+        "warmup_steps": "auto",
+        "warmup_threshold": float(warmup_threshold),
+        "warmup_microbatches": 2,
+    }
     request = {"num_steps": steps}
     alone = PipeFusion(tiny.model, num_patches=2, warmup_steps=found, warmup_microbatches=2)
     expected = knowing(alone, "pixart", tiny).sample(request_for("pixart", tiny=tiny, **request))
