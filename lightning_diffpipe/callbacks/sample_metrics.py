@@ -109,9 +109,8 @@ class SampleMetric(SamplingCallback):
         entries = dict(batch) if isinstance(batch, Mapping) else {}
         seen = "video" if "video" in entries else "image"
         keys = [seen, samples_from(pl_module)]
-        if seen == "video" and samples_to_conditions(
-            pl_module
-        ):  # whose first frame is its condition
+        if seen == "video" and samples_to_conditions(pl_module):
+            # Its first frame is its condition.
             entries.setdefault("condition", (entries[seen][:, :, 0] + 1) / 2)
         shown = "references" if "references" in entries else "condition"
         keys += [shown] * samples_to_conditions(pl_module)

@@ -11,7 +11,7 @@ several images of any size, `(h, w, 3)` in 8 bits, which stay on the host, where
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import lightning as L
 import numpy as np
@@ -223,7 +223,7 @@ class CaptionedDataModule(L.LightningDataModule):
         """Returns shuffled batches of `batch_size`, without the incomplete last one."""
         return self._loader(self.train_set, shuffle=True)
 
-    def val_dataloader(self) -> DataLoader[Sample] | list:
+    def val_dataloader(self) -> DataLoader[Sample] | list[Any]:
         """Returns all held-back samples, in order; an empty list without any."""
         held_back = self.validation_set
         return self._loader(held_back, shuffle=False) if len(held_back) else []

@@ -23,8 +23,8 @@ _UNSET = "_diffpipe_unset"
 
 @contextlib.contextmanager
 def built_in_files(root: nn.Module) -> Iterator[None]:
-    """Builds large parameters in files inside; at its end those of `root` are, however they were made."""
-    register = nn.Module.register_parameter
+    """Builds large parameters in files inside; at its end those new in `root` are, however they were made."""
+    register, before = nn.Module.register_parameter, set(root.parameters())
 
     def register_in_file(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None:
@@ -34,7 +34,8 @@ def built_in_files(root: nn.Module) -> Iterator[None]:
     with mock.patch.object(nn.Module, "register_parameter", register_in_file):
         yield
     for parameter in root.parameters():
-        _move_to_file(parameter)
+        if parameter not in before:
+            _move_to_file(parameter)
     materialize(root)
     keep_stored(root)
 
@@ -55,11 +56,13 @@ def _empty_like(tensor: Tensor) -> Tensor:
         folder = os.environ.get("TMPDIR", "/var/tmp")  # on a disk, where /tmp may be memory
         try:
             with tempfile.NamedTemporaryFile(dir=folder) as file:
-                # A write into a file for which there is no room would end the process.
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                if hasattr(os, "posix_fallocate"):
+                    # A write into a file for which there is no room would end the process.
+                    os.posix_fallocate(file.fileno(), 0, num_bytes)
+                file.truncate(num_bytes)
                 memory = torch.UntypedStorage.from_file(file.name, True, num_bytes)
             return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(memory, 0, *layout)
-        except (OSError, AttributeError) as error:  # a full disk, or a system without such files
+        except (OSError, RuntimeError) as error:  # a full disk, or no room among addresses
             warnings.warn(
                 f"layers take memory before they are placed, as no file could be made in {folder} "
                 f"({getattr(error, 'strerror', error)}); let TMPDIR have room for them on each rank",
@@ -71,7 +74,8 @@ def _empty_like(tensor: Tensor) -> Tensor:
 def materialize(root: nn.Module) -> None:
     """Gives tensors on the meta device memory, and values by `reset_parameters`, in the order of constructors."""
     kinds = lambda m, below: {x.is_meta for x in [*m.parameters(below), *m.buffers(below)]}
-    to_reset = [m for m in _bottom_up(root) if kinds(m, True) == {True} or True in kinds(m, False)]
+    modules = dict.fromkeys(_bottom_up(root))  # once each, also where several modules share one
+    to_reset = [m for m in modules if kinds(m, True) == {True} or True in kinds(m, False)]
     made: dict[Tensor, Tensor] = {}  # tied ones stay tied
     for module in root.modules():
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -105,7 +109,12 @@ def refuse_unset(root: nn.Module) -> None:
     for name, x in [*root.named_parameters(), *root.named_buffers()]:
         is_set = not hasattr(x, _UNSET) or getattr(x, _UNSET) != x._version
         is_set = is_set or (x.is_floating_point() and not x.flatten()[:1].isnan().any())
-        if x.is_meta or not is_set:
+        if x.is_meta:
+            raise ConfigurationError(
+                f"{name} is on the meta device since the setup hook. Make it in configure_model, where it takes no "
+                "memory either until it is placed"
+            )
+        if not is_set and x.numel():
             kind = type(root.get_submodule(name.rpartition(".")[0])).__name__
             raise ConfigurationError(
                 f"{name} was made on the meta device, and nothing has given it a value: no checkpoint, and no "

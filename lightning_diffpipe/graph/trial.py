@@ -2,13 +2,15 @@
 
 They leave no trace, and nobody sees them: what they change is restored, what they print or log is dropped. Hooks
 on modules belong to the model and run; hooks on gradients of parameters do not. Not restored is what a step keeps
-where nobody looks: in an object of C that shows no memory, or in a Python file that defines no class of the model.
+where nobody looks: in an object of C that shows no memory, in slots of an object that has a `__dict__`, too, or
+in a Python file that defines no class of the model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import itertools
 import logging
@@ -107,8 +109,10 @@ class _Places:
     def copy(self) -> dict[int, Any]:
         held = {}
         for number, place in enumerate(self._places):
-            with contextlib.suppress(AttributeError, ValueError):  # nothing was put there yet
+            try:
                 held[number] = object.__getattribute__(*place)
+            except (AttributeError, ValueError):  # nothing was put there yet
+                continue
         return held
 
     def values(self) -> Iterable[Any]:
@@ -121,7 +125,7 @@ class _Places:
         return iter(self.copy())
 
     def __len__(self) -> int:
-        return len(self.copy())
+        return len(self._places)
 
     def clear(self) -> None:
         for number in self.copy():
@@ -135,8 +139,9 @@ class _Places:
 _MAPPINGS = (dict, types.MappingProxyType, _Places)
 
 
-def _cells_of(function: types.FunctionType) -> Any:
-    cells = function.__closure__
+def _cells_of(function: Any) -> Any:
+    function = inspect.unwrap(function)  # as `torch.no_grad()` has wrapped it
+    cells = getattr(function, "__closure__", None)
     if cells is None or _is_librarys(function.__globals__.get("__name__", "")):
         return None
     with contextlib.suppress(ValueError):  # a cell is empty
@@ -365,12 +370,18 @@ def _may_be_written(value: Tensor | np.ndarray[Any, Any]) -> bool:
     )
 
 
+def _shows_memory(value: Any) -> bool:
+    try:
+        return not isinstance(value, np.ndarray) and not memoryview(value).readonly
+    except (TypeError, ValueError, BufferError):
+        return False
+
+
 def _memory_of(value: Any) -> Any:
     """Returns a copy of an object whose memory can be written, such as an `array.array`; None of others."""
     try:
         view = memoryview(value)
-        is_state = not view.readonly and view.c_contiguous and view.nbytes <= _MOST_BYTES
-        return copy.copy(value) if is_state and type(value) is not np.ndarray else None
+        return copy.copy(value) if view.c_contiguous and view.nbytes <= _MOST_BYTES else None
     except (TypeError, ValueError, BufferError):
         return None
 
@@ -381,8 +392,7 @@ def _written_restored(values: Sequence[Any]) -> Iterator[None]:
     written = [value for value in values if type(value) in (Tensor, np.ndarray)]
     states = list({id(value): value for value in written if _may_be_written(value)}.values())
     copies = [x.clone() if isinstance(x, Tensor) else x.copy() for x in states]
-    kinds = {type(value): value for value in values}
-    shown = {kind for kind, value in kinds.items() if _memory_of(value) is not None}
+    shown = {kind for kind, value in {type(v): v for v in values}.items() if _shows_memory(value)}
     memories = [
         (v, before) for v in values if type(v) in shown and (before := _memory_of(v)) is not None
     ]

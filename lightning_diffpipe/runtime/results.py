@@ -260,8 +260,8 @@ def _require_reached(calls: Sequence[_Call], counts: Sequence[int]) -> None:
         if not count:
             raise GraphError(
                 f"this batch leaves out what is made of {name}, so that no gradient comes back to its outputs, as "
-                "one did when the step was probed. In one process it would have none, not zeros, which make the "
-                "optimizer take another step. Multiply by 0 what shall not count, instead of leaving it out"
+                "one did when the step was probed. Its layer would get zeros in place of none, with which an "
+                "optimizer takes another step. Multiply by 0 what shall not count, instead of leaving it out"
             )
 
 

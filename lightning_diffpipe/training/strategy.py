@@ -395,8 +395,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         module.cpu()
         if (num_bytes := built_bytes(module)) > _MANY_BYTES:
             rank_zero_info(
-                f"{num_bytes / 2**30:.1f} GiB of weights take memory on each rank until it has its layers; what is "
-                "built in configure_model takes none"
+                f"{num_bytes / 2**30:.1f} GiB of weights take memory of the host until layers are placed; modules "
+                "of one's own that are built in configure_model take none"
             )
         batch, self._arguments = first_batch(trainer, self)
         silence_watching(trainer)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import Counter
+from contextvars import ContextVar
 from unittest import mock
 
 import lightning as L
@@ -48,10 +49,10 @@ class Runs(L.Callback):
 
     def of(self, owner, name):
         """Counts calls of a function inside."""
-        original = getattr(owner, name)
+        original, runs = getattr(owner, name), ContextVar("runs", default=self)
 
         def counted(*args, **kwargs):
-            self.counts[name if owner is not Block else "block"] += 1
+            runs.get().counts[name if owner is not Block else "block"] += 1
             return original(*args, **kwargs)
 
         return mock.patch.object(owner, name, counted)

@@ -64,6 +64,10 @@ def test_what_code_does_to_parameters_stays():
     assert root.conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+def sharing(layer):
+    return nn.Sequential(nn.Sequential(layer), nn.Sequential(layer), nn.Linear(4, 4))
+
+
 @pytest.mark.parametrize(
     "build",
     [
@@ -71,6 +75,7 @@ def test_what_code_does_to_parameters_stays():
         lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)),
         lambda: nn.Transformer(16, 2, 1, 1, 32, batch_first=True),
         lambda: nn.Sequential(nn.Embedding(9, 9, padding_idx=2), nn.GroupNorm(3, 9)),
+        lambda: sharing(nn.Linear(4, 4)),
     ],
 )
 def test_layers_of_torch_are_reset_in_the_order_of_constructors(build):
@@ -98,7 +103,7 @@ class Table(nn.Module):
 def test_what_has_got_no_value_is_named():
     with torch.device("meta"):
         root = nn.Sequential(nn.Linear(2, 2), Table())
-    with pytest.raises(ConfigurationError, match=r"^0.weight was made on the meta device"):
+    with pytest.raises(ConfigurationError, match=r"^0.weight is on the meta device since"):
         refuse_unset(root)
     materialize(root)
     with pytest.raises(ConfigurationError, match=r"^1.table .* no reset_parameters.* of its Table"):

@@ -267,9 +267,8 @@ def test_what_a_logger_watches_is_that_of_training(counted_from_0, tmp_path, mon
     expected = histograms_of(0, tmp_path, monkeypatch)
     counted_from_0()
     assert histograms_of(1, tmp_path, monkeypatch) == expected
-    assert (*expected[0].values(),) == (
-        3,
-    ) * 8  # in three steps four parameters and their gradients
+    # In three steps four parameters and their gradients.
+    assert (*expected[0].values(),) == (3,) * 8
 
 
 @pytest.mark.slow
