@@ -378,12 +378,15 @@ def test_hooks_fire_in_the_order_of_one_device():
 
 
 class Precision(TinyDiffusion):
-    """Notes the type its blocks compute in."""
+    """Notes the type its blocks compute in. AdamW would make whole steps of what rounding leaves of a gradient."""
 
     def denoise(self, noisy, t, text):
         h = super().denoise(noisy, t, text)
         assert h.dtype == torch.bfloat16, f"computed in {h.dtype}"
         return h
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
 def fit_bf16(rank, world_size):
@@ -398,7 +401,7 @@ def test_bf16_mixed():
     (alone,) = run_ranks(fit_bf16, 1, 1)
     for weights in run_ranks(fit_bf16, 2, 2):
         for name, value in alone.items():
-            torch.testing.assert_close(weights[name], value, atol=2e-3, rtol=2e-2)
+            torch.testing.assert_close(weights[name], value, atol=2e-4, rtol=0)
 
 
 def test_all_weights_move():
