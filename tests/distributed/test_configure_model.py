@@ -138,6 +138,7 @@ def test_layers_of_configure_model_are_those_of_one_process(place):
     assert all(seen["own"] < 0.8 * alone["own"] for *_, seen in ranks)
 
 
+@pytest.mark.distributed
 def test_numbers_are_those_of_lightning():
     torch.manual_seed(SEED)
     expected = Built("plain")
