@@ -148,7 +148,7 @@ class DemoStory(L.Callback):
             images = predictor(*settings, seed=0)
         if images is None:  # rank 0 narrates
             return
-        print("\nDrew them with the trained checkpoint, all processes together:")
+        print("\nSampled with the trained checkpoint, all processes together:")
         print(predictor.report, flush=True)
         after = torch.stack([torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 for p in images])
         rows = {"font": wanted_images(self.prompts, after.shape[-1])}
