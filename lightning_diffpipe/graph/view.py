@@ -398,9 +398,15 @@ class StubbedRun(Run):
                 if leaf in sent:
                     flat[leaf] = self._keep(layer, leaf, value, expected)
                 if is_watched and flat[leaf].requires_grad:
-                    # Gradients from other stages pass neither this hook nor those of glue.
-                    flat[leaf] = flat[leaf].view_as(flat[leaf])
-                    flat[leaf].register_hook(self._noting(layer.index))
+                    # Gradients from other stages pass neither this hook nor those of glue. Gradients are summed in
+                    # another order then, which half precision shows: there the layer counts as reached.
+                    is_half = flat[leaf].element_size() < 4
+                    if not is_half or self._view.graph.hooks:
+                        flat[leaf] = flat[leaf].view_as(flat[leaf])
+                    if is_half:
+                        self.reached.add(layer.index)
+                    else:
+                        flat[leaf].register_hook(self._noting(layer.index))
                 changed = changed or flat[leaf] is not value
             elif not isinstance(expected, SameAs | Opaque) and not is_equal(value, expected):
                 raise _wrong_output(layer, leaf, value, expected)
