@@ -214,11 +214,13 @@ class StubbedRun(Run):
 
     Attributes:
         outputs: Tensors made here that others read, still attached to the autograd graph.
+        flows: Gradients that other stages have returned for outputs.
         reached: Layers to whose outputs a gradient came from what reads them here.
     """
 
     def __init__(self, view: View) -> None:
         self.outputs: dict[TensorKey, Tensor] = {}
+        self.flows: dict[TensorKey, Tensor] = {}
         self.reached: set[int] = set()
         self._view = view
         self._position = 0
@@ -397,17 +399,10 @@ class StubbedRun(Run):
                     raise _wrong_output(layer, leaf, value, expected)
                 if leaf in sent:
                     flat[leaf] = self._keep(layer, leaf, value, expected)
-                if is_watched and flat[leaf].requires_grad:
-                    # Gradients from other stages pass neither this hook nor those of glue. Gradients are summed in
-                    # another order then, which half precision shows: there the layer counts as reached.
-                    is_half = flat[leaf].element_size() < 4
-                    if not is_half or self._view.graph.hooks:
-                        flat[leaf] = flat[leaf].view_as(flat[leaf])
-                    if is_half:
-                        self.reached.add(layer.index)
-                    else:
-                        flat[leaf].register_hook(self._noting(layer.index))
-                changed = changed or flat[leaf] is not value
+                    changed = changed or flat[leaf] is not value
+                if is_watched and value.requires_grad:
+                    key = layer.index, leaf
+                    self.outputs.get(key, value).register_hook(self._noting(key))
             elif not isinstance(expected, SameAs | Opaque) and not is_equal(value, expected):
                 raise _wrong_output(layer, leaf, value, expected)
         if not changed:
@@ -419,9 +414,14 @@ class StubbedRun(Run):
                 flat[leaf] = flat[expected.leaf]
         return flat[0] if spec is None else pytree.tree_unflatten(flat, spec)
 
-    def _noting(self, layer: int) -> Callable[[Tensor], None]:
-        reached = self.reached  # not the run, which would hold itself
-        return lambda _gradient: reached.add(layer)
+    def _noting(self, key: TensorKey) -> Callable[[Tensor], None]:
+        reached, flows = self.reached, self.flows  # not the run, which would hold itself
+
+        def note(gradient: Tensor) -> None:
+            if gradient is not flows.get(key):  # but a sum with something from here
+                reached.add(key[0])
+
+        return note
 
     def _keep(self, layer: Layer, leaf: int, value: Tensor, expected: TensorSpec) -> Tensor:
         # One that needs no gradient any more, as what makes it was frozen, is where the backward ends.
@@ -432,7 +432,8 @@ class StubbedRun(Run):
             )
         value = with_layout(value, expected)
         self.outputs[layer.index, leaf] = value
-        return value
+        # Gradients from other stages must not pass hooks of glue, which belong to what reads the tensor here.
+        return value.view_as(value) if self._view.graph.hooks else value
 
 
 def not_probed(name: str) -> GraphError:
@@ -634,6 +635,7 @@ class StageRun(StubbedRun):
         if self._later is not None:
             self._later.run()
         self._later = None
+        self.flows.clear()
 
     def _roots(
         self, grads: Mapping[TensorKey, Tensor], loss_scale: float | Tensor
@@ -642,6 +644,7 @@ class StageRun(StubbedRun):
         sent = filter(grads.__contains__, self._view.cut.sent_gradients)
         keys = [key for key in sent if self.outputs[key].requires_grad]
         roots, flows = [self.outputs[key] for key in keys], [grads[key] for key in keys]
+        self.flows.update(zip(keys, flows, strict=True))
         if self.loss is not None and self.loss.requires_grad:
             roots.append(self.loss)
             flow = torch.ones_like(self.loss) * loss_scale
@@ -663,5 +666,7 @@ class StageRun(StubbedRun):
                 result[key] = self._view.graph.spec(key).empty(device).zero_()
         self.outputs.clear()
         self._leaves.clear()
+        if self._later is None:
+            self.flows.clear()
         self.loss = None if self.loss is None else self.loss.detach()
         return result
