@@ -187,7 +187,7 @@ class PipeFusionRun:
                 latents = self._step(turn, loop, run, latents)
             if turn.is_last:
                 if self.plan.decides_after(turn):
-                    self._end_warmup_if_settled(turn, latents)
+                    self._end_warmup_if_below(turn, latents)
                 self._watch.step_done()
                 if on_step is not None:
                     on_step(turn.step)
@@ -288,7 +288,7 @@ class PipeFusionRun:
 
     # --- automatic warm-up ----------------------------------------------------------------------------
 
-    def _end_warmup_if_settled(self, turn: Turn, latents: Tensor) -> None:
+    def _end_warmup_if_below(self, turn: Turn, latents: Tensor) -> None:
         """Lets patches flow from the next step on, on all ranks, if the model is given nearly the same there."""
         links = self._links
         last = links.num_ranks - 1
