@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, is_out_of_memory
 from lightning_diffpipe.graph.placement import (
     Quantizing,
     keep_notes,
@@ -533,9 +533,9 @@ def require_kernels(
         small = torch.ones(256, 256, dtype=dtype, device=device)
         try:
             F.linear(small, how.quantize(small))
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # packages assert, import and raise all kinds
+            if is_out_of_memory(error):
+                raise
             raise ConfigurationError(
                 f"{device} cannot quantize weights so, or multiply by them: {type(error).__name__}: "
                 f"{' '.join(str(error).split())[:300]}. Choose another quantization, such as "

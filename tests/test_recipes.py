@@ -285,7 +285,10 @@ def test_a_recipe_opens_with_what_the_plan_predicts(name, tmp_path, capsys, monk
     monkeypatch.setattr(on_paper, "modelled", modelled)
     header = (files("lightning_diffpipe.conf") / "experiment" / f"{name}.yaml").read_text()
     assert "memory:" not in header  # planned for weights of bfloat16, and runs keep float32
-    for before, after in itertools.pairwise(header.split("diffpipe plan ")):
+    texts = header.split("diffpipe plan ")
+    assert len(texts) > 1
+    for before, after in itertools.pairwise(texts):
+        found.clear()
         command = after.splitlines()[0].split()
         code, out, err = call(capsys, monkeypatch, "plan", *command, f"hydra.run.dir={tmp_path}")
         assert code == 0, out + err

@@ -30,6 +30,7 @@ import lightning as L
 import numpy as np
 import torch
 import torch.nn.functional as F
+from diffusers import DiffusionPipeline
 from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, PipeFusionSetting
 from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
 from lightning_diffpipe.sampling.schedulers import random_states
-from lightning_diffpipe.sampling.source import images_of
+from lightning_diffpipe.sampling.source import images_of, refuse_unknown
 from lightning_diffpipe.sampling.tracing.layout import Layout
 from lightning_diffpipe.training.pipeline import Pipeline
 
@@ -54,7 +55,6 @@ _NUM_CAPTIONS = 8
 _NUM_FRAMES = 8  # at most, of a video
 _NUM_COLUMNS = 8  # at most, of sampled steps side by side
 _COLUMN_PIXELS = 256  # at most, their width
-_OWN_ARGUMENTS = ("prompts", "num_inference_steps", "guidance_scale", "generator", "condition")
 
 
 def image_grid(images: Tensor, columns: int = 8) -> Image.Image:
@@ -117,11 +117,6 @@ class SamplingCallback(L.Callback):
         self.seed = seed
         self.num_patches = num_patches
         self.call = dict(call or {})
-        if named := sorted({*_OWN_ARGUMENTS} & self.call.keys()):
-            raise ConfigurationError(
-                f"call={self.call} has {', '.join(named)}, which the callback gives itself; leave them out, and "
-                "set num_inference_steps, guidance_scale, seed and prompts"
-            )
         self.samples_by_layers = False  # PipeFusion has refused the model, or its partition
 
     def require_sample(self, module: L.LightningModule) -> None:
@@ -133,14 +128,24 @@ class SamplingCallback(L.Callback):
                 f"guidance_scale, generator), and {type(module).__name__} has none; write one that returns images, "
                 "(N, 3, H, W) in [0, 1], or leave the callback out"
             )
-        takes = inspect.signature(sample).parameters
-        takes_any = any(each.kind == each.VAR_KEYWORD for each in takes.values())
-        unknown = sorted(self.call.keys() - takes.keys())
-        if unknown and not takes_any:
+        try:
+            condition = {"condition": None} if samples_to_conditions(module) else {}
+            inspect.signature(sample).bind(None, **{**self._settings(0), **condition})
+        except TypeError as error:
             raise ConfigurationError(
-                f"{type(module).__name__}.sample takes no {', '.join(unknown)}, as call={self.call} has; it takes "
-                f"{', '.join(takes)}"
-            )
+                f"{type(module).__name__}.sample does not take what {type(self).__name__} gives it with "
+                f"call={self.call}: {error}"
+            ) from None
+        if isinstance(pipeline := getattr(module, "pipeline", None), DiffusionPipeline):
+            refuse_unknown(pipeline, self.call)
+
+    def _settings(self, seed: int) -> dict[str, Any]:
+        return dict(
+            num_inference_steps=self.num_inference_steps,
+            guidance_scale=self.guidance_scale,
+            generator=torch.Generator().manual_seed(seed),
+            **self.call,
+        )
 
     @torch.no_grad()
     def sample_for(
@@ -165,12 +170,7 @@ class SamplingCallback(L.Callback):
         Returns:
             `(len(prompts), 3, H, W)` in [0, 1]; videos `(len(prompts), F, 3, H, W)`.
         """
-        settings: dict[str, Any] = {
-            "num_inference_steps": self.num_inference_steps,
-            "guidance_scale": self.guidance_scale,
-            "generator": torch.Generator().manual_seed(self.seed if seed is None else seed),
-            **self.call,
-        }
+        settings = self._settings(self.seed if seed is None else seed)
         if conditions is not None:
             settings["condition"] = conditions
         pipeline = getattr(trainer.strategy, "pipeline", None)
@@ -229,14 +229,7 @@ class SampleImages(SamplingCallback):
     @property
     def state_key(self) -> str:
         """A key for each of several in a trainer, by prompts and settings."""
-        names = (
-            "every_n_steps",
-            "num_inference_steps",
-            "guidance_scale",
-            "seed",
-            "num_patches",
-            "call",
-        )
+        names = ("every_n_steps", "num_inference_steps", "guidance_scale", "seed", "call")
         settings = {name: getattr(self, name) for name in names}
         return self._generate_state_key(prompts=self._named, **settings)
 

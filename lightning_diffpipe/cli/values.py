@@ -5,6 +5,7 @@ Types of the verbs' own settings are structured configs in Hydra's store, with w
 built; those errors name an argument, and get the name of its setting.
 """
 
+import json
 import re
 import sysconfig
 import traceback
@@ -110,10 +111,12 @@ def refuse_settings(config: DictConfig, expected: DictConfig, verb: str) -> None
             raise ConfigurationError(
                 f"{name}={config[name]} is no group of settings; leave it out, or take one that --help lists"
             )
-    text, names = OmegaConf.to_yaml(config), [str(name) for name in expected]
+    # A line for each value.
+    text = json.dumps(OmegaConf.to_container(config), indent=0, default=str)
+    names = [str(name) for name in expected]
     for name in map(str, config):
-        # As the first name of an interpolation, or within a resolver's, and not as a later one of a path.
-        is_read = re.search(rf"\$\{{[^}}]*(?<![\w.]){re.escape(name)}\b", text)
+        # Anywhere in an interpolation, but for later names of a path.
+        is_read = re.search(rf"\$\{{.*(?<![\w.])\.*{re.escape(name)}\b", text)
         if name not in names and not is_read:
             raise ConfigurationError(
                 f"{name} changes nothing, as no setting has this name or refers to it; `diffpipe {verb} --help` "

@@ -274,11 +274,9 @@ class Listing:
 
 def _shows(path: Path) -> bool:
     """Returns whether a file is an image or a video of any kind, by its ending."""
-    kind = _KINDS.guess_type(path.name)[0] or ""
-    return (
-        kind.startswith(("image/", "video/"))
-        or path.suffix.lower() in Image.registered_extensions()
-    )
+    opened_as = Image.registered_extensions().get(path.suffix.lower())
+    kind = _KINDS.guess_type(path.name)[0] or Image.MIME.get(opened_as, "")
+    return kind.startswith(("image/", "video/"))
 
 
 def _stem(path: Path) -> str:

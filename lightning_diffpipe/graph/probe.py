@@ -138,12 +138,16 @@ def probe_named(
     *,
     seed: int = 0,
 ) -> LayerGraph:
-    """Probes a step again with other trained layers, given in call order; frozen ones stay as they are.
+    """Probes a step again with other trained layers, given in call order; frozen ones outside of them stay.
 
     Raises:
         GraphError: They are not, or values leave them by another way than being returned.
     """
-    layers = {*names, *(graph.layers[i].name for i in graph.frozen)}
+    inside = tuple(
+        f"{name}." for name in names
+    )  # the base of an adapter, where that is a layer as a whole
+    frozen = (graph.layers[i].name for i in graph.frozen)
+    layers = {*names, *(name for name in frozen if not name.startswith(inside))}
     step_probe = StepProbe(root, step, batch, seed, batch_spec=graph.batch_spec)
     new = _in_some_mode(_how_known(graph), step_probe, lambda run: run.discover_named(layers))
     if new.path_names != tuple(names):

@@ -32,7 +32,6 @@ from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
 from lightning_diffpipe.modules.parts import PartsModule
 from lightning_diffpipe.modules.pipeline_diffusion import Expert, PipelineDiffusion
-from lightning_diffpipe.pipelines.one_step import image_of
 from lightning_diffpipe.pipelines.stand_ins import Captured, StandIn
 from lightning_diffpipe.pipelines.trial import encoding_means, find_tail
 from lightning_diffpipe.planning.profile import ModelProfile
@@ -255,19 +254,15 @@ class OnPaper:
             raise ConfigurationError(f"diffusers has no pipeline {index['_class_name']!r} ({path})")
         expected = inspect.signature(cls.__init__).parameters
         parts = {name: index[name] for name in expected if name in index}
+        processors = list[str]()
         for name, entry in parts.items():
             if isinstance(entry, list | tuple) and len(entry) == 2:  # (library, class), or Nones
                 part_class, config = entry[0] and class_of(*entry), configs.get(name, {})
                 kind = part_class or type(None)
                 if issubclass(kind, nn.Module):
                     parts[name] = _module(part_class, config, dtype, device)
-                elif issubclass(kind, ProcessorMixin) and image_of(cls):
-                    raise ConfigurationError(
-                        f"{cls.__name__} shows the images that it edits to its {name}, of whose answers "
-                        "configuration files say nothing, so that it cannot be planned for on paper; time its "
-                        "training where it is to run (`diffpipe bench`)"
-                    )
                 else:
+                    processors += [name] * issubclass(kind, ProcessorMixin)
                     parts[name] = part_class and _other_part(part_class, config, path, name)
         required = [n for n, p in expected.items() if p.default is p.empty and n != "self"]
         self.dtype, self.device = dtype, device
@@ -287,8 +282,17 @@ class OnPaper:
                 pipeline, caption_dropout=0.0, call=call, lora=lora, expert=expert
             )
             self.denoiser = self.module.step.denoiser
-            with Values():
-                self.size = self._default_size(self.module)
+            try:
+                with Values():
+                    self.size = self._default_size(self.module)
+            except ConfigurationError as error:
+                if not processors:
+                    raise
+                raise ConfigurationError(
+                    f"{cls.__name__} cannot be planned for on paper: configuration files do not say how its "
+                    f"{processors[0]} prepares images and texts; time its training where it is to run "
+                    "(`diffpipe bench`)"
+                ) from error
             step = self.module.step
             self.with_reference |= step.needs_image and not step.animates
             if self.with_reference and step.image is None:

@@ -238,19 +238,17 @@ class PartsModule(L.LightningModule):
         """Determines the weights that are as they were read, which checkpoints need not have.
 
         Processors compute float16, a type of files, many times slower than float32: on those frozen parts get that.
-        Quantizations are tried before, as it reads weights.
+        Quantizations are tried before, as the conversion reads weights.
         """
         if self._trainer is not None:  # not `trainer`, which raises without one
             strategy = self.trainer.strategy
             slow = self.frozen_parts if strategy.root_device.type == "cpu" else ()
+            tried = dict[Any, None]()
             for name, part in self.named_children():
-                types = quantizations_noted(part)
-                if name in slow:
-                    types = {
-                        (how, torch.float32 if dtype == torch.float16 else dtype)
-                        for how, dtype in types
-                    }
-                require_kernels(types, strategy.root_device)
+                for how, dtype in quantizations_noted(part):
+                    is_slow = name in slow and dtype == torch.float16
+                    tried[how, torch.float32 if is_slow else dtype] = None
+            require_kernels(tried, strategy.root_device)
             for name in slow:
                 in_float32(getattr(self, name), torch.float16)
             keep_outputs_apart(self)

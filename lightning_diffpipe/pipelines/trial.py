@@ -108,16 +108,23 @@ def _slice_where_needed(decoder: Any) -> None:
     """Has an autoencoder of videos take samples one by one if it fails for several, as that of HunyuanVideo 1.5."""
     if getattr(decoder, "use_slicing", True):
         return
-    outline = copy.deepcopy(decoder).to("meta")
+    outline, samples = _outline(decoder), torch.empty(2, 3, 1, 64, 64, device="meta")
+    _shape_of_encoding(outline, samples[:1])
     try:
-        _shape_of_encoding(outline, torch.empty(2, 3, 1, 64, 64))
+        _shape_of_encoding(outline, samples)
     except RuntimeError:
         decoder.enable_slicing()
 
 
+def _outline(part: Any) -> Any:
+    """Returns a copy on the meta device; no weight is copied."""
+    states = [*part.parameters(), *part.buffers()]
+    return copy.deepcopy(part, {id(tensor): tensor.to("meta") for tensor in states})
+
+
 def encoding_means(decoder: Any) -> Callable[..., Any]:
     """Returns an `encode` that gives for each image its mean, in the shape of an encoding; nothing is computed."""
-    outline = functools.cache(lambda: copy.deepcopy(decoder).to("meta"))
+    outline = functools.cache(lambda: _outline(decoder))
 
     def encode(pixels: Tensor, *_: Any, **__: Any) -> Any:
         shape = _shape_of_encoding(outline(), pixels)

@@ -466,9 +466,8 @@ class QuantizedWeights(ChangedWeights):
     def quantized_bytes(self) -> Mapping[str, int]:
         """See `Weights`."""
         members = [name for each in self._members.values() for name in each.values()]
-        sizes = {
-            name: x.nbytes for name, x in self._weights.read(members)
-        }  # mapped: nothing is read
+        # Mapped, so that nothing is read.
+        sizes = {name: x.nbytes for name, x in self._weights.read(members)}
         return {
             name: sum(sizes[member] for member in each.values())
             for name, each in self._members.items()

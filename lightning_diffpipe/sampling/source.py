@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
@@ -577,6 +577,18 @@ def call_of(pipeline: Any, arguments: Mapping[str, Any], device: torch.device) -
     return PipelineCall(pipeline, "__call__", arguments, parts, tuple(parts), device, absent)
 
 
+def refuse_unknown(pipeline: Any, names: Iterable[str]) -> None:
+    """Raises ConfigurationError for an argument that a diffusers pipeline's call does not take."""
+    takes = inspect.signature(type(pipeline).__call__).parameters
+    for name in names:
+        if name not in takes:
+            near = difflib.get_close_matches(name, takes, n=1)
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(list(takes)[1:])}"
+            )
+            raise ConfigurationError(f"{type(pipeline).__name__} takes no {name!r}; {hint}")
+
+
 def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
     """Makes the arguments of a diffusers pipeline's call.
 
@@ -590,12 +602,7 @@ def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
     for name in arguments:
         if name in ours:
             raise ConfigurationError(f"{name} cannot be given; use {ours[name]} instead")
-        if name not in takes:
-            near = difflib.get_close_matches(name, takes, n=1)
-            hint = (
-                f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(list(takes)[1:])}"
-            )
-            raise ConfigurationError(f"{type(pipeline).__name__} takes no {name!r}; {hint}")
+    refuse_unknown(pipeline, arguments)
     if prompts is not None and option is not None:
         names = denoisers_among(n for n, part in pipeline.components.items() if part is not None)
         config = getattr(getattr(pipeline, names[0]), "config", None)

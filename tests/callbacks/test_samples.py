@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, Logger
 from PIL import Image
@@ -303,6 +304,30 @@ def test_further_arguments_are_those_of_the_modules_sample(tmp_path):
     painter.sample = lambda prompts, **settings: given.append(settings) or torch.zeros(1, 3, 4, 4)
     fit(tmp_path, [SampleImages(["a"], 3, call={"height": 8, "width": 4})], False, painter)
     assert {(each["height"], each["width"]) for each in given} == {(8, 4)}
+
+
+class OfHeight(DiffusionPipeline):
+    def __call__(self, prompt=None, height=8):
+        """Never called."""
+
+
+@pytest.mark.parametrize(
+    ("call", "pipeline", "message"),
+    [
+        ({"heigth": 8}, None, "got an unexpected keyword argument 'heigth'"),
+        ({"generator": None}, None, "got multiple values for keyword argument 'generator'"),
+        ({"heigth": 8}, OfHeight(), "OfHeight takes no 'heigth'; did you mean 'height'"),
+    ],
+)
+def test_arguments_that_cannot_be_are_named_before_training(call, pipeline, message, tmp_path):
+    """History: the run ended when it sampled first, after hundreds of steps."""
+    painter = Painter()
+    painter.pipeline = pipeline
+    painter.sample = lambda prompts, num_inference_steps, guidance_scale, generator: None
+    if pipeline is not None:
+        painter.sample = lambda prompts, **settings: None
+    with pytest.raises(ConfigurationError, match=message):
+        fit(tmp_path, [SampleImages(["a"], 3, call=call)], False, painter)
 
 
 def test_a_divided_model_is_made_whole(tmp_path):

@@ -149,9 +149,14 @@ def test_numbers_are_those_of_lightning():
 
 @pytest.mark.distributed
 def test_ranks_without_a_seed_get_the_numbers_of_rank_0():
-    (one, *_), (other, _, seen) = on_ranks(2, seed=None, max_steps=1)
+    (one, first, _), (other, second, seen) = on_ranks(2, seed=None, max_steps=1)
     assert seen["in files"]
     assert not torch.equal(one["head.weight"], other["head.weight"])
+    [(initial, weights, _)] = on_ranks(1, seed=100, max_steps=1)
+    assert_same(one, initial)
+    for name, value in weights.items():
+        assert_close(first[name], value, 1e-10, name)
+        assert_close(second[name], value, 1e-10, name)
 
 
 @pytest.mark.distributed

@@ -1,5 +1,7 @@
 """What hooks of a user's own read, keep and decide on ranks of which each has a part of the model."""
 
+from contextvars import ContextVar
+
 import lightning as L
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_in_turn
 
 pytestmark = pytest.mark.distributed
+NOTES = ContextVar("NOTES")
 
 
 class BackwardHook(TinyDiffusion):
@@ -55,15 +58,15 @@ class HookOnAll(TinyDiffusion):
 
 
 class HookInHook(TinyDiffusion):
-    """A hook puts another one at its first call, of which it keeps a note of its own."""
+    """A hook puts another one at its first call, of which it keeps a note where no trial run restores it."""
 
     def __init__(self, **options):
         super().__init__(**options)
-        notes = set()
+        NOTES.set(set())
 
         def first(module, inputs, output):
-            if "done" not in notes:
-                notes.add("done")
+            if "done" not in NOTES.get():
+                NOTES.get().add("done")
                 module.register_forward_hook(lambda module, inputs, output: 1.1 * output)
 
         self.blocks[1].register_forward_hook(first)

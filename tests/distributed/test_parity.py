@@ -392,16 +392,20 @@ class Precision(TinyDiffusion):
 def fit_bf16(rank, world_size):
     torch.manual_seed(3)
     module, data = Precision(), Data(dtype=torch.float32)
+    initial, trained = weights_of(module), dict(module.named_parameters())
     fit_module(module, world_size, data, precision="bf16-mixed", limit_val_batches=0, **FIVE_STEPS)
-    return weights_of(module)
+    moves = {name for name, p in trained.items() if p.requires_grad}
+    return initial, weights_of(module), moves
 
 
 def test_bf16_mixed():
     """History: without the precision plugin's context a bf16 run silently computes in fp32."""
-    (alone,) = run_ranks(fit_bf16, 1, 1)
-    for weights in run_ranks(fit_bf16, 2, 2):
+    ((initial, alone, moves),) = run_ranks(fit_bf16, 1, 1)
+    for _, weights, _ in run_ranks(fit_bf16, 2, 2):
         for name, value in alone.items():
-            torch.testing.assert_close(weights[name], value, atol=2e-4, rtol=0)
+            moved = float((value - initial[name]).abs().max())
+            assert bool(moved) == (name in moves)
+            torch.testing.assert_close(weights[name], value, atol=0.1 * moved, rtol=0)
 
 
 def test_all_weights_move():

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import (
@@ -136,6 +137,7 @@ def test_compiled_blocks_with_quantized_weights_train_as_plain_ones(tmp_path):
     options["quantization"] = {"transformer": IN_8_BITS}
     options["optimization"] = Optimization(lr=1.0, warmup_steps=0, optimizer=torch.optim.SGD)
     trained = []
+    counters.clear()
     for is_compiled in (False, True):
         torch.manual_seed(0)
         module = PipelineDiffusion.from_pretrained(tmp_path / "flux", lora=Lora(rank=2), **options)
@@ -146,6 +148,7 @@ def test_compiled_blocks_with_quantized_weights_train_as_plain_ones(tmp_path):
         torch.manual_seed(1)
         trainer.fit(module, Images().train_dataloader())
         trained.append([p.detach() for p in module.parameters() if p.requires_grad])
+    assert counters["stats"]["unique_graphs"]
     moved = [p.abs().max() for p in trained[0] if p.shape[1] == 2]
     assert min(moved) > 1e-4, "these begin at zero"
     for values in zip(*trained, strict=True):

@@ -313,7 +313,8 @@ def test_a_processor_of_references_is_named_on_paper(tmp_path):
     """History: it ended in 'NoneType' object has no attribute 'size', as if its call could not be trained."""
     _, path = folder_of_configs("QwenImageEditPlusPipeline", tmp_path)
     with pytest.raises(
-        ConfigurationError, match=r"EditPlusPipeline shows the images .* to its processor"
+        ConfigurationError,
+        match=r"EditPlusPipeline cannot be planned .* its processor prepares images",
     ):
         ModelOnPaper(path, ROUND, "float32", 32).profile((1, 2))
 

@@ -73,7 +73,7 @@ def test_one_rank_calls_little_besides_what_plain_lightning_does():
         for depth in (8, 40)
     }
     for_each_layer = (more[40] - more[8]) / 32
-    assert round(for_each_layer) <= 3  # now and then some calls are of other threads and the like
+    assert for_each_layer <= 3.1  # now and then a call is of another thread
     assert more[8] <= 1150
 
 

@@ -6,6 +6,7 @@ earnest, a million pixels: here a few thousand.
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -22,6 +23,8 @@ _REAL = {
     for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus)
 }
 
+_LOCK, _INSIDE = threading.Lock(), []
+
 
 @contextlib.contextmanager
 def small_references() -> Iterator[None]:
@@ -29,11 +32,18 @@ def small_references() -> Iterator[None]:
 
     The same in another such context: steps whose frozen layers run early are in several at a time.
     """
-    with contextlib.ExitStack() as stack:
+    with _LOCK:
+        _INSIDE.append(None)
         for module, real in _REAL.items():
             small = lambda area, ratio, real=real: real(max(area / 256, 32 * 32), ratio)
-            stack.enter_context(mock.patch.object(module, "calculate_dimensions", small))
+            module.calculate_dimensions = small
+    try:
         yield
+    finally:
+        with _LOCK:
+            _INSIDE.pop()
+            for module, real in _REAL.items() if not _INSIDE else ():
+                module.calculate_dimensions = real
 
 
 class Processor(transformers.Qwen2_5_VLProcessor):
