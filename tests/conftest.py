@@ -1,6 +1,7 @@
 """One torch thread, fixed seeds, and golden files that can be rewritten."""
 
 import gc
+import logging
 import os
 import threading
 from importlib.metadata import version
@@ -82,6 +83,16 @@ def _one_thread_and_a_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ.pop("PL_GLOBAL_SEED", None)
+
+
+@pytest.fixture(autouse=True)
+def _a_log_that_no_command_has_set_up():
+    """History: records of the level that a command had chosen failed tests that expected none."""
+    yield
+    logger = logging.getLogger("lightning_diffpipe")
+    logger.setLevel(logging.NOTSET)
+    logger.handlers.clear()
+    logger.propagate = True
 
 
 # What torchrun, Lightning and diffpipe tell the processes that they start, and what makes programs write colours.
