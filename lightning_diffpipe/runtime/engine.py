@@ -180,7 +180,7 @@ class Engine:
                 self.drop_prepared()
                 raise
         self.layout.steps.count()
-        loss, weight, logged = self._results.finish()
+        loss, weight, logged = self._results.finish(ends_window=reduce_gradients or accumulate == 1)
         if is_separate:  # a weight is a sum known only now
             self.reducer.add(earlier, hooks, weight if weighted else None)
         num_samples, recording = sum(w.num_samples for w in step.works), self.executor.recording

@@ -12,8 +12,8 @@ which of the known ones were logged, is summed with it, between hosts, so that n
 there are new ones, for most modules once, they are gathered and the table is summed again.
 
 With these is summed how many ranks had a gradient for what a layer gave to several of them. Tensors without one get
-zeros, which travel with the gradients of others; where nobody had one, a parameter would have none in one process,
-and get zeros here, with which optimizers take another step.
+zeros, which travel with the gradients of others; where nobody had one in any batch of an optimizer step, of any
+pipeline, a parameter would have none in one process, and get zeros here, with which optimizers take another step.
 
 Of a step that trains several chains, every chain ends with the code after the last layer, on its own rank, and
 computes its gradients there; what other chains give is NaN to it, and so are the loss and most of what is logged.
@@ -27,7 +27,7 @@ last bit.
 
 import numbers
 import pickle
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -75,7 +75,8 @@ class Logged:
 
 
 Awaited = Callable[[Sequence[Work], str], PendingWork]
-_Call = tuple[int, str]
+_Call = tuple[str, int]
+"""The name of a layer, and which of its calls: places in a graph are others in other call sequences."""
 Returned = Sequence[tuple[PartitionedStep, set[int]]]
 """For each microbatch its step, and layers to whose outputs a gradient came from what reads them on this rank."""
 
@@ -91,7 +92,7 @@ class _Shared:
         noticed: Whether there are other names, whether there was an alarm, which names were logged, and how many
             ranks had a gradient for each layer.
         table: Values and samples.
-        layers: Those layers, by their place and name.
+        layers: Those layers.
     """
 
     works: Sequence[MicrobatchWork]
@@ -121,6 +122,7 @@ class ResultSharing:
         self.alarm = False
         self._agreed: Entries = {}
         self._under_way: deque[_Shared] = deque()
+        self._counts: Counter[_Call] = Counter()  # since the latest optimizer step
 
     def start(
         self,
@@ -177,18 +179,23 @@ class ResultSharing:
             start_sum(shared.table, self._mesh.pipeline_group),
         ]
 
-    def finish(self) -> tuple[Tensor, Tensor, list[Logged]]:
+    def finish(self, ends_window: bool = True) -> tuple[Tensor, Tensor, list[Logged]]:
         """Returns the first batch's mean loss, weight and metrics, equal on all ranks of a pipeline; as `start`.
 
+        Args:
+            ends_window: An optimizer step follows; all pipelines meet where there are several.
+
         Raises:
-            GraphError: The batch leaves out what is made of a layer, so that nobody has a gradient for it.
+            GraphError: Its batches leave out what is made of a layer, so that nobody has a gradient for it.
         """
         shared = self._under_way.popleft()
         unknown, alarms, *counts = shared.noticed.tolist()
         self.alarm = bool(alarms)
         agreed, table = shared.agreed, shared.table
         present = {name for name, count in zip(agreed, counts, strict=False) if count}
-        _require_reached(shared.layers, counts[len(agreed) :])
+        self._counts.update(dict(zip(shared.layers, counts[len(agreed) :], strict=True)))
+        if ends_window:
+            self._require_reached()
         if unknown:
             gathered: Entries = {}
             box = gathered_objects(shared.own, self._mesh.control)
@@ -213,7 +220,25 @@ class ResultSharing:
         if reached := _reached(returned):
             counts = torch.tensor([*reached.values()])
             awaited([start_sum(counts, self._mesh.control)], "whether gradients came back").wait()
-            _require_reached([*reached], counts.tolist())
+            self._counts.update(dict(zip(reached, counts.tolist(), strict=True)))
+        self._require_reached()
+
+    def _require_reached(self) -> None:
+        counts, self._counts = self._counts, Counter()
+        mesh, missing = self._mesh, [*counts.values()].count(0)
+        if mesh.layout.placement.num_stages == 1 or not mesh.summed_over_pipelines(missing):
+            return
+        if mesh.data_parallel is not None:
+            for others in gathered_objects(counts, mesh.data_parallel):
+                counts.update(others)
+        for (name, _), count in counts.items():
+            if not count:
+                raise GraphError(
+                    f"all batches of an optimizer step leave out what is made of {name}, so that no gradient comes "
+                    "back to its outputs, as one did when the step was probed. Its layer would get zeros in place "
+                    "of none, with which an optimizer takes another step. Multiply by 0 what shall not count, "
+                    "instead of leaving it out"
+                )
 
     def clear(self) -> None:
         """Forgets what is under way, after an error."""
@@ -250,19 +275,9 @@ def _reached(returned: Returned) -> dict[_Call, int]:
     """Returns whether there was a gradient in some microbatch, for all layers that get some from other stages."""
     reached: dict[_Call, int] = {}
     for partitioned, here in returned:
-        for call in partitioned.returned:
-            reached[call] = int(reached.get(call, 0) or call[0] in here)
+        for index, call in partitioned.returned.items():
+            reached[call] = int(reached.get(call, 0) or index in here)
     return reached
-
-
-def _require_reached(calls: Sequence[_Call], counts: Sequence[int]) -> None:
-    for (_, name), count in zip(calls, counts, strict=True):
-        if not count:
-            raise GraphError(
-                f"this batch leaves out what is made of {name}, so that no gradient comes back to its outputs, as "
-                "one did when the step was probed. Its layer would get zeros in place of none, with which an "
-                "optimizer takes another step. Multiply by 0 what shall not count, instead of leaving it out"
-            )
 
 
 def _mean(values: Tensor, samples: Tensor) -> Tensor:

@@ -89,11 +89,12 @@ class PartitionedStep:
         return next((s.index for s in self.cut.stages if s.layers), last)
 
     @cached_property
-    def returned(self) -> tuple[tuple[int, str], ...]:
-        """Layers to whose outputs gradients come back from other stages, with their names; equal on all ranks."""
+    def returned(self) -> dict[int, tuple[str, int]]:
+        """Layers to whose outputs gradients come from other stages: name and number of call; equal on all ranks."""
         stages = self.cut.stages
         sent = {key[0] for s in stages for key in s.sent_gradients if key[0] in s.layers}
-        return tuple((index, self.graph.layers[index].name) for index in sorted(sent))
+        names = [layer.name for layer in self.graph.layers]
+        return {i: (names[i], names[:i].count(names[i])) for i in sorted(sent)}
 
     def remember(self, memo: Memo | None) -> None:
         """Calls frozen layers through a memo from now on, or through none."""

@@ -45,7 +45,7 @@ def works(*metrics, size=2, **options):
             loss=torch.tensor(float(number)),
             num_samples=size,
             weight=size,
-            partitioned=SimpleNamespace(returned=()),
+            partitioned=SimpleNamespace(returned={}),
             reached=set(),
             logged=[("log", (name, value), options) for name, value in logged.items()],
         )
