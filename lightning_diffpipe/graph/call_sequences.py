@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -238,11 +238,12 @@ class CallSequenceView(View):
         self.numbers_from_frozen = False
         return not all(bool(are_equal(values[0], later)) for later in values[1:])
 
-    def carried(self, call: StepCall, seed: int) -> Carried | None:
-        """Returns the state that a run of the step reads of an equal one before; None without, or if a run fails.
+    def carried(self, call: StepCall, seed: int) -> tuple[Carried | None, bool]:
+        """Returns the state that a run of the step reads of an equal one before, and whether runs change any.
 
-        It is seen by arguments of layers and by the loss. Counters and generators of one's own are put back. For
-        views with `NumberMemory`, as NaN would hide what enters after the first layer.
+        None without, or if a run fails. It is seen by arguments of layers and by the loss. Counters and generators
+        of one's own are put back. For views with `NumberMemory`, as NaN would hide what enters after the first
+        layer.
         """
         runs, states = list[tuple[CallSequence, list[Any]]](), list[dict[str, list[Any]]]()
         # As in stages, what the step leaves set remains.
@@ -265,14 +266,21 @@ class CallSequenceView(View):
             for _ in range(3):  # the first may store what is computed once
                 run()
                 states.append(plain_state(self.root))
+        _, before, after = states
+        names = tuple(sorted(n for n in after if before.get(n) != after[n]))
         if len(runs) < 3 or are_alike():
-            return None
+            return None, bool(names)
         for _ in range(2):
             with untouched(self.root):
                 run()
-        _, before, after = states
-        names = tuple(sorted(n for n in after if before.get(n) != after[n]))
-        return Carried(names, len(runs) == 5 and are_alike())
+        return Carried(names, len(runs) == 5 and are_alike()), True
+
+    @contextlib.contextmanager
+    def counted_on(self) -> Iterator[int]:
+        """Lets counters of the step show many batches more inside; a `Moment`."""
+        with self._counters.preserved():
+            self._counters.restore([count + _FAR for count in self._counters.capture()])
+            yield 0
 
     def count(self) -> None:
         """Sets counters of the step to what they are after the latest batch."""
@@ -374,6 +382,7 @@ class CallSequences:
         return self.replays[0] if len(self.replays) > 1 else None
 
 
+_FAR = 1000  # batches after which a step has all that it collects
 _FEW, _MANY = 2, 32  # runs of a step whose calls nothing seems to change, and of others
 _SIDES = ((False,), (True,), (False, True), (True, False))  # ways in which two coins may fall
 MOST_SEQUENCES = 8
@@ -401,7 +410,8 @@ def survey(
 ) -> tuple[CallSequence, CallSequences]:
     """Finds call sequences of a step by trials, with the seeds of its first batches; returns the longest, and all.
 
-    The step is run three times to see what it carries on, then twice, and once at each of `moments`. If coins were
+    The step is run three times to see what it carries on, as often at each of `moments` if it changes something,
+    then twice, and once at each of `moments`. If coins were
     thrown, it is run four times more, with small and with large numbers in place of those sampled. If the runs
     differ in what they call, or the step has counters or generators of its own, 32 trials follow, of two
     microbatches of each of 16 batches, and two at each moment. The module is left as it was.
@@ -436,7 +446,10 @@ def survey(
             return []
 
         numbers = CallSequenceView(root, graph, interception, NumberMemory(), lenient=True)
-        carried = numbers.carried(*trial(0, 0)[:2])
+        carried, changes = numbers.carried(*trial(0, 0)[:2])
+        for moment in (*moments, numbers.counted_on) if changes else ():  # it may read that later
+            with contextlib.suppress(Exception), moment() as number:
+                carried = carried or numbers.carried(*trial(number, 0)[:2])[0]
         moves_frozen = runs_ahead and view.moves_frozen(*trial(0, 0)[:2], moments)
         if not (graph.counters or graph.generators):
             trials = [view.record(*trial(number, 0)) for number in range(_FEW)]

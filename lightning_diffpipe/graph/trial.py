@@ -216,6 +216,7 @@ class _Rewound(Iterator[Any]):
 
 
 _COUNTED = (int, float, str, _Rewound)
+_ARRAYS = (Tensor, np.ndarray)
 
 
 def _is_iterator(kind: type) -> bool:
@@ -344,13 +345,15 @@ def _attributes_restored(
 
 
 def plain_state(root: nn.Module) -> dict[str, list[Any]]:
-    """Returns numbers, texts and counts that attributes of modules (no metrics), classes and files hold."""
+    """Returns numbers, texts, small arrays and counts that attributes of modules (no metrics) and code hold."""
     codes = ((code.__name__, code) for code in _users_code(root))
     modules = ((name, m) for name, m in root.named_modules() if not has_own_tensors(m))
     held = lambda value: vars(value) if _entries_of(type(value)) is vars else value
     return {
         f"{prefix}.{name}".lstrip("."): [
-            repr(leaf) for leaf in pytree.tree_leaves(held(value)) if isinstance(leaf, _COUNTED)
+            repr(leaf.tolist() if isinstance(leaf, _ARRAYS) else leaf)
+            for leaf in pytree.tree_leaves(held(value))
+            if isinstance(leaf, _COUNTED) or (isinstance(leaf, _ARRAYS) and _may_be_written(leaf))
         ]
         for prefix, owner in itertools.chain(modules, codes)
         for name, value in vars(owner).items()

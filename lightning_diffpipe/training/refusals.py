@@ -430,7 +430,7 @@ def refuse_carried_state(carried: Carried | None, plan: PipelinePlan) -> None:
     """
     if carried is None:
         return
-    where = ", ".join(carried.names[:3]) or "a closure, an array or the like, or it reads a clock"
+    where = ", ".join(carried.names[:3]) or "a closure or the like, or it reads a clock"
     said = (
         f"training_step reads what an earlier run of it has changed ({where}), and runs for each of "
         f"{plan.num_microbatches} microbatches of a batch. What shall change once for a batch is changed in "

@@ -710,8 +710,10 @@ NAMED = (
     "listed",
     "pairs",
     f"{__name__}.NUMBERS",
+    "array",
+    "list",
 )
-PLACES = (*NAMED, "array", "list", "slots", "closed", "cell", "memory", "number of C", "clock")
+PLACES = (*NAMED, "slots", "closed", "cell", "memory", "number of C", "clock")
 
 
 def plan_of(num_ranks, num_microbatches):
@@ -747,6 +749,32 @@ def test_state_that_a_step_reads_again_is_named(where, early, monkeypatch):
         with warned:
             refuse_carried_state(carried, plan_of(1, 2))
     assert where in ("clock", "nothing", "steps") or module.count(where) == 1
+
+
+@pytest.mark.parametrize("where", ["array", "list", "seen", "Counting.of_class", "cell", "nothing"])
+@pytest.mark.parametrize("by", ["batch_idx", "steps"])
+def test_state_that_a_step_reads_later_is_found(where, by, monkeypatch):
+    """History: trials that ended before it was read found nothing, and each rank counted microbatches.
+
+    Not found is what no attribute shows, such as a cell of a closure.
+    """
+    monkeypatch.setattr(Counting, "of_class", 0)
+
+    def step(module, batch, batch_idx=0):
+        module.steps += 1
+        count, now = module.count(where), {"batch_idx": batch_idx, "steps": module.steps}[by]
+        return module(batch).square().mean() * (count if now > 5 else 1)
+
+    @contextlib.contextmanager
+    def in_the_middle():
+        yield 50
+
+    module = Counting()
+    module.steps = 0
+    probed = probe_step(
+        module, step, torch.randn(4, 2), 4, seed=1, arguments=(0,), moments=(in_the_middle,)
+    )
+    assert (probed.sequences.carried is not None) == (where not in ("cell", "nothing"))
 
 
 def fit_with_a_float(rank, world_size):
