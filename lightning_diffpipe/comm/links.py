@@ -15,9 +15,10 @@ What all positions send each other at the same point of their programs begins at
 A message is waited for as long as `timeout_s`. Plain objects are made on the way, by a probe perhaps, so that they
 are waited for as long as their maker lives (`watcher.py`).
 
-* `ProcessLinks`: `torch.distributed`, gloo or NCCL. On gloo every message has a tag made of its kind and its
-  turn among the messages of this kind on this edge; on NCCL each directed edge of a chain has a communicator, and
-  all positions together have one for what they do at the same point.
+* `ProcessLinks`: `torch.distributed`, gloo or NCCL. On gloo every message has a tag made of its kind, its turn
+  among the messages of this kind on this edge, and its length: of another length than expected it never comes,
+  where gloo would end the process, or leave the rest of the buffer as it was. On NCCL each directed edge of a chain
+  has a communicator, and all positions together have one for what they do at the same point.
 * `LoopbackLinks` (`loopback.py`): positions are threads of one process.
 * `Alone`: one position, no network.
 """
@@ -58,7 +59,7 @@ MessageKind = Literal[
     "images",  # decoded, to rank 0
 ]
 _KINDS: tuple[MessageKind, ...] = MessageKind.__args__  # type: ignore[attr-defined]
-_TURNS = 1 << 20
+_TURNS, _LENGTHS = 1 << 16, 3001  # lengths modulo a prime, as they are multiples of powers of 2
 
 
 @dataclass
@@ -308,7 +309,7 @@ class ProcessLinks(Links):
         """Starts sending; the buffer lives until it has left."""
         self.is_under_way = True
         buffer = as_bytes(tensor.cpu() if self._by_host else tensor)
-        group, tag = self.groups[self.rank, to], self._tag(True, to, kind)
+        group, tag = self.groups[self.rank, to], self._tag(True, to, kind, buffer)
         with self._naming(kind, to):  # the peer may have gone since the last message
             work = dist.isend(buffer, self.ranks[to], group=group, tag=tag)
         self.traffic.count_sent(buffer.numel(), kind)
@@ -371,7 +372,8 @@ class ProcessLinks(Links):
         while not incoming.works:
             first = posted.popleft()
             memory = self._streams.receiving(source, first.buffer, first.memory)
-            group, tag = self.groups[source, self.rank], self._tag(False, source, first.kind)
+            group = self.groups[source, self.rank]
+            tag = self._tag(False, source, first.kind, first.buffer)
             with self._naming(first.kind, source), memory:
                 first.works = [dist.irecv(first.buffer, self.ranks[source], group=group, tag=tag)]
 
@@ -413,9 +415,9 @@ class ProcessLinks(Links):
             self._await(self._held.popleft()[0], "a sent message", None)
         self.is_under_way = False
 
-    def _tag(self, sends: bool, peer: int, kind: MessageKind) -> int:
+    def _tag(self, sends: bool, peer: int, kind: MessageKind, buffer: Tensor) -> int:
         turn = next(self._turns[sends, peer, kind])
-        return _KINDS.index(kind) * _TURNS + turn % _TURNS
+        return (_KINDS.index(kind) * _TURNS + turn % _TURNS) * _LENGTHS + len(buffer) % _LENGTHS
 
     def _await(self, work: dist.Work, what: str, source: int | None) -> None:
         with self._naming(what, source):
@@ -447,7 +449,7 @@ class _FromProcess:
     def wait(self) -> Tensor:
         self.begin()
         for work in self.works:
-            self.links._await(work, self.kind, self.source)
+            self.links._await(work, f"{self.kind} of {len(self.buffer)} bytes", self.source)
         self.links.traffic.bytes_received[self.kind] += self.shape.nbytes
         return self.buffer.view(self.shape.dtype).view(self.shape.shape).to(self.links.device)
 

@@ -16,6 +16,7 @@ from lightning_diffpipe.comm.mesh import connected_group
 from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unpack
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.planning.cluster import Link
+from tests.ranks import run_ranks
 
 
 def test_messages_of_a_kind_keep_their_order():
@@ -96,6 +97,26 @@ def test_silence_times_out():
 
     with pytest.raises(PipelineTimeoutError, match="rank 1 waited for hidden: rank 0 sent nothing"):
         LoopbackNetwork(2, timeout_s=0.1).run(rank)
+
+
+def expect_four(rank, size):
+    links = ProcessLinks.connect([[0, 1]], torch.device("cpu"), timeout_s=1.0)
+    waits = links.finish
+    if rank == 0:
+        links.send(torch.zeros(size), 1, "hidden")
+    else:
+        waits = links.receive(TensorShape((4,), torch.float32), 0, "hidden").wait
+    try:
+        return waits()
+    except PipelineTimeoutError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_message_of_another_length_never_comes(size):
+    """History: a longer one ended the process, of a shorter one the rest was what the memory held before."""
+    _, said = run_ranks(expect_four, 2, size)
+    assert "rank 1 waited for hidden of 16 bytes: rank 0 sent nothing for 1 s" in said
 
 
 def test_a_limited_link_takes_its_time():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from diffusers import DDPMScheduler
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
@@ -144,6 +145,29 @@ def test_more_ranks_than_rows():
     small = tiny._replace(latents=tiny.latents[:, :, :2])
     with pytest.raises(ConfigurationError, match="between 1 and 1"):
         sample_together("pixart", small, 2, SequenceParallel)
+
+
+class Registers(nn.Module):
+    """Attention to tokens of its own, too, of which there are as many as its input has times a share."""
+
+    def __init__(self, inner, share):
+        super().__init__()
+        self.inner, self.share = inner, share
+
+    def forward(self, x, **kwargs):
+        size = x.shape[1]
+        registers = x.new_full((1, 1, 1), 0.5).expand(x.shape[0], size // self.share, x.shape[2])
+        return self.inner(torch.cat([x, registers], 1), **kwargs)[:, :size]
+
+
+@pytest.mark.parametrize("mode", SEQUENCE_MODES)
+def test_a_block_that_makes_tokens_since_it_was_looked_at_is_refused_on_its_rank(mode):
+    """Before anything is sent, whose size the others would not expect."""
+    tiny = build("pixart")
+    block = tiny.model.transformer_blocks[1]
+    block.attn1 = Registers(block.attn1, share=4)
+    with pytest.raises(LayoutError, match=r"attends to 60 tokens of rank ., and .* expect 48"):
+        sample_together("pixart", tiny, 2, lambda m, links: SequenceParallel(m, links, mode=mode))
 
 
 @pytest.mark.parametrize("mode", SEQUENCE_MODES)
