@@ -6,16 +6,18 @@ structure and the settings of its module, the shapes of its arguments, and the c
 gradients are on). So the calls of two modules of a kind run. If they agree, the others get tensors of the same
 shapes, which autograd connects with the same arguments and parameters, and the observer takes over its notes.
 
-A call is taken for another one only if that has left no trace but its result: it wrote into no tensor, set no
-attribute, sampled no number on the host, read no tensor but its arguments and its own weights, and returned nothing
-but new tensors, arguments and plain values. Modules with hooks, with attributes that are more than plain values and
-objects made of such, or that share modules or parameters with others, run each time.
+A call is taken for another one only if that has left no trace but its result: it wrote into no tensor and no
+container that it was given, set no attribute, sampled no number on the host, read no tensor but its arguments and
+its own weights, and returned nothing but new tensors, arguments and plain values. Modules with hooks, with
+attributes that are more than plain values and objects made of such, or that share modules or parameters with
+others, run each time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import operator
 import types
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator
@@ -149,7 +151,7 @@ class Repeats:
         _, ran = self._call_results.ran.get(key, (name, ...))
         if num_transforms_around() or ran is None:
             return None
-        return Call(self, key, name, module, leaves)
+        return Call(self, key, name, module, (args, kwargs))
 
     def _number(self, module: nn.Module) -> int | None:
         """Returns a number that equal modules share; None for those that are like no other."""
@@ -220,9 +222,10 @@ class Call:
     """A call of one of several equal modules; `leaves` are those of its arguments."""
 
     def __init__(
-        self, repeats: Repeats, key: Hashable, name: str, module: nn.Module, leaves: list[Any]
+        self, repeats: Repeats, key: Hashable, name: str, module: nn.Module, given: Any
     ) -> None:
-        self._repeats, self._key = repeats, key
+        self._repeats, self._key, self._given = repeats, key, given
+        leaves = pytree.tree_leaves(given)
         self._tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.name, self.module, self.leaves = name, module, leaves
         self.known = repeats.known(key, name)
@@ -254,7 +257,9 @@ class Call:
         ran = None
         with contextlib.suppress(UnlikeError):
             leaves, spec = pytree.tree_flatten(out)
-            if notes is not None and self._traces() == self._before:
+            given = pytree.tree_leaves(self._given)
+            is_given = len(given) == len(self.leaves) and all(map(operator.is_, given, self.leaves))
+            if is_given and notes is not None and self._traces() == self._before:
                 ran = Known(spec, tuple(self._kept(leaves)), notes)
         self._repeats.keep(self._key, self.name, ran)
 
