@@ -66,15 +66,10 @@ class WholeFiles(TorchCheckpointIO):
 def newest(
     files: Iterable[Path], to_train: bool = True, weights_only: bool | None = None
 ) -> tuple[Path, int] | None:
-    """Returns the newest checkpoint that can be read, and the step after which it was written.
+    """Returns the newest checkpoint that can be read, with `to_train` none of weights alone, and its step.
 
     Of several of one step it is the first one: a file that is written at the end of training counts the epoch as
     over, and would lose the rest of it.
-
-    Args:
-        files: Candidates; links are followed.
-        to_train: Training shall go on, so files of weights alone do not count.
-        weights_only: Argument of `torch.load`.
 
     Raises:
         CheckpointError: There are files, and none of them can be read; says why of the newest.
@@ -100,15 +95,7 @@ def newest(
 def checked(
     path: str | Path, to_train: bool = True, weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """Finds out in milliseconds whether a checkpoint is whole; its tensors are not read.
-
-    Args:
-        path: The file.
-        to_train: Whether the file must have everything that training continues from.
-        weights_only: Argument of `torch.load`.
-
-    Returns:
-        What it holds; tensors are read when they are used.
+    """Finds out in milliseconds whether a checkpoint is whole, `to_train` with states; tensors are read when used.
 
     Raises:
         CheckpointError: It is not there, is empty, cut short, or no such checkpoint; a line with the remedy.
@@ -240,12 +227,6 @@ def chosen(
     trainer: Any, path: str | Path | None, fits: bool, weights_only: bool | None = None
 ) -> Any:
     """Returns the checkpoint that a run goes on from, before its processes start.
-
-    Args:
-        trainer: About to fit or to evaluate.
-        path: The user's `ckpt_path`.
-        fits: Training shall go on; else something is evaluated.
-        weights_only: The user's argument of that name.
 
     Returns:
         The path; in the place of "last" the newest file that can be read, None if there is no file yet.

@@ -171,14 +171,6 @@ def require_number(
 ) -> None:
     """Refuses an argument that is no finite number in its range.
 
-    Args:
-        name: Name of the argument.
-        value: Value of the argument; true and false are no numbers.
-        least: Smallest value.
-        most: Largest value.
-        above: Bound that the value must exceed.
-        whole: Whether it must be a whole number.
-
     Raises:
         ConfigurationError: It is not.
 

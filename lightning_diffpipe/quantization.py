@@ -191,13 +191,7 @@ class Weight4Bit(QuantizedWeight):
     def stored(
         cls, packed: Tensor, state: Mapping[str, Tensor], compute_dtype: torch.dtype
     ) -> Weight4Bit:
-        """Returns a weight that bitsandbytes has stored.
-
-        Args:
-            packed: The weight.
-            state: Further stored tensors, such as scales, by the ends of their names.
-            compute_dtype: Type in which layers multiply.
-        """
+        """Returns a weight that bitsandbytes has stored."""
         from bitsandbytes.functional import QuantState
 
         return cls._of_state(
@@ -311,11 +305,6 @@ class TorchaoWeight(QuantizedWeight):
 
 def torchao_weight(name: str, tensors: Mapping[str, Tensor], header: str) -> TorchaoWeight:
     """Returns a weight that torchao has stored.
-
-    Args:
-        name: Name of the weight.
-        tensors: By their stored names.
-        header: Entry of the weight in the header of the file.
 
     Raises:
         ValueError: torchao does not know such a weight.
@@ -461,11 +450,6 @@ def quantizations_of(
 ) -> dict[str, Quantization]:
     """Returns the quantization of each component, by name; before weights are read.
 
-    Args:
-        setting: As in `quantization_named`, for all components; such settings by names of components; or None.
-        names: Of the components of a pipeline.
-        runs: As in `quantization_named`.
-
     Raises:
         ConfigurationError: There is no such quantization or component.
     """
@@ -521,10 +505,6 @@ def require_kernels(
     quantizations: Iterable[tuple[Quantizing, torch.dtype]], device: torch.device
 ) -> None:
     """Tries quantizations on a device with a small weight, before weights are read.
-
-    Args:
-        quantizations: Quantizations, with the types of weights.
-        device: Device on which weights will be quantized.
 
     Raises:
         ConfigurationError: The device, or the package there, cannot quantize so or multiply by it.

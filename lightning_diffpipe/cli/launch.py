@@ -219,13 +219,6 @@ def refuse_missing_gpus(values: dict[str, Any], num_ranks: int) -> None:
 def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
     """Calls a function on `num_ranks` processes of this machine.
 
-    Args:
-        num_ranks: Processes, this one included.
-        function: Runs in each of them; finds its place in the environment, as under `torchrun`.
-
-    Returns:
-        What it returned here.
-
     Raises:
         ConfigurationError: A launcher made another number of processes.
         DiffPipeError: Another process failed, and this one did not.

@@ -198,8 +198,6 @@ class ProcessLinks(Links):
 
     Attributes:
         ranks: World ranks of the positions, in order.
-        backend: "gloo" or "nccl".
-        timeout_s: Limit of a wait for a message, in seconds.
         groups: Group of each directed edge (from, to) between positions.
         control: A gloo group of all positions.
         together: A group of all positions in the given backend.

@@ -86,7 +86,6 @@ class Mesh:
     """This rank's place in the layout, with the process groups it belongs to.
 
     Attributes:
-        backend: `"gloo"` or `"nccl"`.
         timeout_s: Limit of a wait inside a step, in seconds.
         control: Gloo group of this pipeline's ranks, with that limit.
         transfers: Gloo group of the same ranks, with the limit `patience_s`: for weights, and between two steps.
@@ -465,13 +464,8 @@ def connected_group(
     """Makes a process group that is connected on all of its ranks; collective.
 
     Gloo returns it to each rank as soon as that rank is connected. A rank that destroyed it at once would end the
-    connecting of slower ranks with "Connection closed by peer".
-
-    Args:
-        ranks: World ranks of the group; None for all.
-        backend: "gloo", or "nccl", whose communicators are made by their first message.
-        timeout: Limit of a wait in the group.
-        members_only: Only these ranks call it; else every rank of the world must.
+    connecting of slower ranks with "Connection closed by peer". With `members_only` its ranks alone call it, else
+    every rank of the world.
     """
     if backend != "gloo":
         timeout += datetime.timedelta(seconds=_WATCHDOG_S)

@@ -83,8 +83,6 @@ class Status:
     """The status of a rank, as it says itself, or another rank says of it once it is lost.
 
     Attributes:
-        rank: Number of the rank.
-        phase: Name of its present work.
         state: "left" if it said so before its process ended, "ended" if it did not, "silent" if it stopped sending.
         run: Number of its run; a user may catch a failure, and begin another run.
         failure: Reason why the rank was lost, or ends its run; empty if it does not.
@@ -95,7 +93,6 @@ class Status:
         refuses: Whether it raised an error in this turn, which it will send to the others.
         waits: Whether it has been in one wait for other ranks for as long as a rank may be silent.
         process: Name of its process among those of all hosts (`_process`).
-        parent: Name of the process that has started it.
     """
 
     rank: int = 0
@@ -148,8 +145,6 @@ class Watcher:
     """This process's view of all ranks; one per process.
 
     Attributes:
-        status: Status of this rank.
-        num_ranks: Number of ranks that are connected, or will be.
         children: Processes of other ranks that this one has started, by rank.
         at_sigterm: "ignore" if the handler of SIGTERM is not ours, "stop" if it ends the run, "agree" if it waits
             for the other ranks.
@@ -443,12 +438,6 @@ class Watcher:
 
     def connect(self, store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -> str:
         """Connects to rank 0, whose address is in the store, or opens the server to which the others connect.
-
-        Args:
-            store: Store of the ranks; its timeout is that of the wait for rank 0.
-            rank: Rank of this process.
-            num_ranks: Number of all ranks.
-            timeout_s: Longest silence of a rank, in seconds.
 
         Returns:
             A prefix of keys in the store that no other call returns.

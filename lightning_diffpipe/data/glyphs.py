@@ -95,10 +95,6 @@ _font, _characters_in = cache(ImageFont.truetype), cache(FT2Font)
 def glyphs_of(alphabets: Sequence[str], faces: Sequence[str]) -> list[Glyph]:
     """Lists every named glyph of some alphabets in some faces, face by face.
 
-    Args:
-        alphabets: Names in `ALPHABETS`.
-        faces: Names in `font_files()` or `FURTHER_FACES`.
-
     Returns:
         The glyphs that the fonts really hold.
 

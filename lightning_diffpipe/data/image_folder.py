@@ -60,7 +60,6 @@ class Folder:
     """A folder of images among several.
 
     Attributes:
-        folder: Path of the folder.
         repeats: Number of times that an epoch takes each of its images.
         weight: Weight of its losses, such as those of a prior next to a subject.
 
@@ -94,8 +93,6 @@ class FolderSamples(Dataset[Sample]):
     """Images or videos of folders.
 
     Attributes:
-        entries: Images or videos.
-        shapes: Shape of each sample.
         augmentation: Random crops, mirroring and captions.
         background: Colour that shows where images are transparent.
         alpha: Whether the alpha channel is the mask.

@@ -39,8 +39,6 @@ class Crop:
     """Scales an image until it covers a size, and crops it to that size.
 
     Attributes:
-        height: Height of the crop, in pixels.
-        width: Width of the crop.
         down: Place of the crop in the scaled image: 0 at the top, 1 at the bottom.
         across: 0 at the left, 1 at the right.
         flipped: Whether it is mirrored, left and right.
@@ -135,11 +133,6 @@ class Augmentation:
 def to_pixels(image: Image.Image, crop: Crop, background: str = "white") -> Tensor:
     """Returns a crop of an image, upright and in sRGB.
 
-    Args:
-        image: Any image of 8 or 16 bits; turned as its EXIF orientation says, and converted to sRGB.
-        crop: Size and place of the crop.
-        background: Colour that shows where the image is transparent, as PIL knows it.
-
     Returns:
         Float32 in [-1, 1], `(3, height, width)` of the crop.
 
@@ -216,15 +209,6 @@ def read_sample(
 ) -> Sample:
     """Reads an image and its companions.
 
-    Args:
-        file: File of the image, in any format of PIL.
-        caption: Caption of the image.
-        crop: Crop of the image, and of the files next to it.
-        background: Argument of `to_pixels`.
-        name: Name of the file in messages.
-        companions: Files of a `"condition"` and a `"mask"`, as far as there are some, with their names.
-        alpha: Whether the image's own alpha channel is the mask.
-
     Raises:
         DataError: A file cannot be read, or one next to the image has another shape; names what they are called.
     """
@@ -264,13 +248,7 @@ def read_reference(file: IO[bytes] | Path, crop: Crop, background: str, name: st
 
 
 def read_video(path: Path, num_frames: int, crop: Crop, background: str = "white") -> Tensor:
-    """Reads successive frames out of the middle of a video.
-
-    Args:
-        path: A file, or a folder whose images are the frames, in the order of the numbers in their names.
-        num_frames: Number of frames.
-        crop: Crop of each frame.
-        background: Argument of `to_pixels`.
+    """Reads successive frames out of the middle of a video: a file, or a folder of images with numbers as names.
 
     Returns:
         Float32 in [-1, 1], `(3, num_frames, height, width)`.

@@ -271,9 +271,6 @@ class AttributeWrites:
     Args:
         between: Callback: whether the code that runs now is between layers of the fine graph.
         inside: Callback: whether it is inside of a layer, which may hold several of the fine graph.
-
-    Attributes:
-        num_set: Number of times something was set.
     """
 
     def __init__(

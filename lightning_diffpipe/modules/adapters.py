@@ -124,11 +124,6 @@ def lora_weights(
 
     ComfyUI knows nothing of peft's settings, so the factor `alpha / rank` is in the `B` matrices.
 
-    Args:
-        parts: Parts of a pipeline, by their names there.
-        names: Regular expressions, and their replacements in names, applied one after the other.
-        state: Weights of the module that has the parts, where they are not all here; None for the parts' own.
-
     Raises:
         ConfigurationError: None of the parts has adapters, they are more than a file can hold, or names cannot be
             replaced so.
@@ -196,10 +191,6 @@ def stored_name(part: str, key: str) -> str:
 
     Those of U-Nets are diffusers' from before peft, and encoders of prompts have `text_model`, as transformers had
     it before its release 5: ComfyUI maps no others.
-
-    Args:
-        part: Name of the part in its pipeline.
-        key: Key of the weight in the part, as peft has it.
 
     Example:
         >>> stored_name("unet", "mid_block.attn1.to_out.0.lora_B.weight")

@@ -227,8 +227,6 @@ class OnPaper:
             nothing without one, and Flux Kontext, have it in any case.
 
     Attributes:
-        module: The model in training.
-        denoiser: Name of the denoiser among its parts.
         size: Height and width in pixels and number of frames that the pipeline samples by default.
 
     Raises:
@@ -399,9 +397,6 @@ class ModelOnPaper:
 
     def profile(self, sample_counts: Sequence[int] = (1, 8)) -> ModelProfile:
         """Models it, which takes seconds.
-
-        Args:
-            sample_counts: Numbers of samples to model; linear between and beyond.
 
         Raises:
             ConfigurationError: The step cannot be run without values.

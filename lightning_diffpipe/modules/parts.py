@@ -202,11 +202,6 @@ class PartsModule(L.LightningModule):
     def add_lora(self, lora: Lora | None, train_text_encoder: bool, loader: type) -> None:
         """Adds adapters to the denoiser, and to text encoders that are trained; none without `lora`.
 
-        Args:
-            lora: Their settings, and the file to go on from.
-            train_text_encoder: Whether text encoders are trained.
-            loader: A pipeline's class, which reads such a file.
-
         Raises:
             ConfigurationError: The file has adapters of a part that is not trained.
             CheckpointError: The file cannot be read, or is of another model.
@@ -379,12 +374,7 @@ class PartsModule(L.LightningModule):
                 module.training = mode
 
     def sampling_call(self, prompts: Sequence[str], **settings: Any) -> PipelineCall:
-        """Returns the call of `sample`, for samplers that run its loop step by step.
-
-        Args:
-            prompts: Texts, one for each image.
-            settings: Further arguments of `sample`.
-        """
+        """Returns the call of `sample`, for samplers that run its loop step by step."""
         parts = {**self.parts, "scheduler": self.scheduler}
         arguments = {"prompts": list(prompts), **settings}
         return PipelineCall(self, "sample", arguments, parts, tuple(parts), self.device)
@@ -646,10 +636,6 @@ class PartsModule(L.LightningModule):
 def read_checkpoint(path: str | Path, wanted: str = "PartsModule") -> dict[str, Any]:
     """Maps a training checkpoint of a `PartsModule` into memory; tensors are read when used, those of shards now.
 
-    Args:
-        path: A full checkpoint, a file or a folder of shards.
-        wanted: Class that will be built from it, for messages.
-
     Raises:
         CheckpointError: There is no such file, or it is no checkpoint of such a module.
     """
@@ -697,12 +683,6 @@ def checkpoint_part_weights(
 ) -> dict[str, Tensor]:
     """Returns the weights of one part of a checkpoint by their names in it, with adapters merged into them.
 
-    Args:
-        checkpoint: From `read_checkpoint`.
-        name: Such as `"unet"`.
-        ema: Take the averaged weights where the checkpoint holds some.
-        base: Folder or hub id of the model below the adapters; None for that which the checkpoint names.
-
     Raises:
         CheckpointError: The checkpoint leaves weights to that model, which is not there or another one.
         ConfigurationError: There is a `base`, and the checkpoint needs none.
@@ -730,9 +710,6 @@ def built_in(name: str) -> Path:
     """Returns the diffusers folder of built-in weights.
 
     In a checkout it is `examples/<name>`; a wheel carries the same folder inside the package.
-
-    Args:
-        name: One of `BUILT_IN`.
 
     Raises:
         ConfigurationError: There are no such weights.

@@ -262,12 +262,7 @@ class PipelineDiffusion(PartsModule):
         self._tail = self.tail
 
     def encode(self, pixels: Tensor, sample: bool = True) -> Tensor:
-        """Encodes images or videos as the pipeline's latents, fp32 and of about unit variance.
-
-        Args:
-            pixels: `(B, 3, H, W)` or `(B, 3, F, H, W)` in [-1, 1].
-            sample: Sample the posterior where there is one, rather than take its mode.
-        """
+        """Encodes images or videos in [-1, 1] as the pipeline's latents, fp32 and of about unit variance."""
         if self.step.decoder is None:
             return pixels.float()
         tail, vae = self.tail, getattr(self, self.step.decoder)

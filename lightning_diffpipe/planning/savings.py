@@ -86,13 +86,7 @@ def streamable(profile: ModelProfile) -> frozenset[int]:
 def streamed(
     profile: ModelProfile, positions: Collection[int], host_bytes_per_s: float
 ) -> ModelProfile:
-    """Returns the profile of a step that streams the layers at these positions of the one backbone.
-
-    Args:
-        profile: In which they are recomputed.
-        positions: Positions of the layers.
-        host_bytes_per_s: Rate of copies from host memory to a device.
-    """
+    """Returns the profile of a step that streams the layers at these positions of the one backbone."""
     (backbone,) = profile.backbones
     whole, layers, order = backbone.layers, list(backbone.layers), sorted(positions)
     for index, at in enumerate(order):
@@ -151,12 +145,7 @@ _Layer = TypeVar("_Layer")
 def streamed_runs(
     program: Program, streamed_layers: Mapping[int, Sequence[_Layer]]
 ) -> tuple[_Layer, ...]:
-    """Returns the streamed layers that a program of a rank runs, in order.
-
-    Args:
-        program: Instructions of the rank.
-        streamed_layers: Positions, or names, of those of its stages, ascending.
-    """
+    """Returns the streamed layers that a program of a rank runs, in order."""
     runs = list[_Layer]()
     for instruction in program:
         match instruction:

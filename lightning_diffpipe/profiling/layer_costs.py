@@ -196,8 +196,6 @@ class LayerCost(NamedTuple):
     """Costs of one layer, glue included; see `step_run.py`. A frozen one has those of its forward only.
 
     Attributes:
-        backward_s: Whole backward.
-        weight_gradient_s: The part of it that only makes weight gradients.
         activation_bytes_per_microbatch: Bytes saved besides, whatever the number of samples.
     """
 
@@ -216,16 +214,7 @@ def assemble(
     known: Mapping[str, Encoding] = MappingProxyType({}),
     split_s: Seconds | None = None,
 ) -> ModelProfile:
-    """Puts a profile together.
-
-    Args:
-        sizes: The profile without times; see `graph/sizes.py`.
-        graph: The unfolded layers.
-        costs: By layer.
-        repeated_s: Times of the glue that every stage runs.
-        known: Results of encoders by name, as far as they were found out.
-        split_s: Times that a backward in two halves takes longer.
-    """
+    """Puts a profile together."""
     (backbone,) = sizes.backbones
     pairs = zip(graph.path, backbone.layers, strict=True)
     layers = tuple(replace(layer, **costs[index]._asdict()) for index, layer in pairs)
@@ -245,12 +234,8 @@ class MeasuredCosts(NamedTuple):
     """Costs of the layers of a step as one rank has measured them, or several.
 
     Attributes:
-        sizes: The profile without times.
         graph: The layers, with types as on the device.
-        rounds: Times of steps.
-        saved: Bytes saved for the backward, by layer.
         split_s: Times that a backward in two halves takes longer; None if that was not timed.
-        known: Results of encoders by name.
     """
 
     sizes: ModelProfile

@@ -117,16 +117,11 @@ class FreeRunningEngine(Engine):
 
     Args:
         layout: Lays batches out; one stage on each rank.
-        reducer: Sums gradients over pipelines side by side.
-        parameters: Trained parameters of this rank.
         staleness: Number of batches by which weights are older than a batch that this rank runs with them.
-        check_finite: Look for NaN and infinity at stage boundaries.
-        transport: Carries messages; made from the mesh if not given.
 
     Attributes:
         optimizers: Step after every batch that has come back.
         clip_value: Bound of every single gradient.
-        versions: The weights.
     """
 
     def __init__(

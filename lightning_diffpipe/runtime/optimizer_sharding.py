@@ -42,10 +42,6 @@ def stepping_ranks(
 ) -> dict[str, int]:
     """Returns the world rank that steps each parameter, so that all step about as much.
 
-    Args:
-        sizes: Bytes of each parameter, by name.
-        holders: World ranks that hold it.
-
     Example:
         >>> stepping_ranks({"a": 4, "b": 3, "c": 1}, dict.fromkeys("abc", (0, 1)))
         {'a': 0, 'b': 1, 'c': 1}
@@ -63,9 +59,6 @@ class OptimizerSharding:
     """Lets a rank's optimizers step its part of the parameters that it shares with others.
 
     Args:
-        mesh: This rank's groups; groups for all sets of holders have been made.
-        parameters: Trained parameters on this rank, by name.
-        holders: World ranks that hold each trained parameter.
         ranks: World rank that steps each of them, see `stepping_ranks`.
 
     Attributes:

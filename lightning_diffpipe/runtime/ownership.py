@@ -55,12 +55,6 @@ def held_for_all_batches(
 
     A stage holds all parameters of the modules that it calls, whatever they read of them for the batch that was
     probed; all stages those that are in no layer, so that only the code between layers can read them.
-
-    Args:
-        module: The module, whole.
-        graph: Layers of the module.
-        pieces: The layers cut.
-        between: Further parameters that the code between layers may read.
     """
     named = dict(module.named_parameters())
 

@@ -48,14 +48,7 @@ class PartitionedStepCache:
     """One cut step for each signature of a microbatch.
 
     Attributes:
-        root: The module.
-        step: The user's step.
-        graph: The graph that was planned with.
         positions: Positions of its path before which it is cut.
-        placement: Ranks of the stages.
-        local_rank: This rank's position.
-        interception: The installed wrappers.
-        device: Device of this rank.
         known: Graphs of other signatures and call sequences, made while all parameters had values.
         trials: Findings of trials of the step before training: the planned call sequence, whether microbatches of
             one batch may have several (else the first stands for all), and, if there were some, that the code
@@ -125,12 +118,6 @@ class PartitionedStepCache:
         self, microbatch: Any, seed: int, arguments: tuple[Any, ...] = (), is_first: bool = True
     ) -> PartitionedStep:
         """Returns the cut step for a microbatch; probes sizes and call sequences that were not seen before.
-
-        Args:
-            microbatch: A part of a batch.
-            seed: Seed of what the step samples between layers for it, coins above all.
-            arguments: Further arguments of the step.
-            is_first: Whether it is the first of its batch.
 
         Raises:
             GraphError: With these sizes the step calls layers that nobody holds, or needs values of other ranks.
@@ -303,13 +290,7 @@ class PartitionedStepCache:
 
 @dataclass(frozen=True)
 class PlacedCalls:
-    """The layer calls of a sequence, in order, and where they run.
-
-    Attributes:
-        names: The layers that are called.
-        stage_of: Stage of every call, ascending.
-        placement: Ranks of the stages.
-    """
+    """The layer calls of a sequence, in order, and where they run."""
 
     names: tuple[str, ...]
     stage_of: tuple[int, ...]

@@ -71,9 +71,7 @@ class Division:
     """Owners of the parts of a module; states of optimizers and averages stay divided when training has ended.
 
     Attributes:
-        module: The module that was cut.
         owners: Position in the pipeline of the first holder, for what is not held by all its ranks.
-        mesh: This rank's place.
         updated_by: World rank that has the optimizer states of a parameter, where holders share them.
     """
 
@@ -318,10 +316,6 @@ class CheckpointHooks(ParallelStrategy):
     @watcher.inside("saving a checkpoint")
     def gather_by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Brings tensors that belong to parameters together, for checkpoints; collective.
-
-        Args:
-            tensors: Tensors by the parameters' names, in one order on all ranks; those of other ranks'
-                parameters are placeholders.
 
         Returns:
             Complete on rank 0, empty elsewhere.

@@ -57,7 +57,6 @@ class ProcessHooks(ParallelStrategy):
 
     Attributes:
         pipeline: This rank's part, while there is one.
-        mesh: Ranks of each pipeline, as far as they are known.
         last_saved: The checkpoint that was saved last.
 
     Raises:
@@ -108,12 +107,7 @@ class ProcessHooks(ParallelStrategy):
         self._launcher.check_run = self.check_run
 
     def check_run(self, trainer: Any, arguments: dict[str, Any]) -> None:
-        """Checks what a trainer was asked for, before any process is started or met.
-
-        Args:
-            trainer: About to run.
-            arguments: Arguments of `fit`, `validate`, `test` or `predict`, by name; may be replaced.
-        """
+        """Checks what a trainer was asked for, before any process is started or met."""
 
     def refuse_alone(self) -> None:
         """Raises ConfigurationError where the processes that were started for an earlier run have been ended."""

@@ -285,9 +285,6 @@ def refusing_norms_of_a_stage(trained: Iterable[nn.Parameter]) -> Iterator[None]
 
     A `clip_grad_norm_` of the user's own would scale every stage by another factor, and let the copies of shared
     weights differ, without any error.
-
-    Args:
-        trained: Parameters of this rank that get gradients, where there are several stages.
     """
     parameters = tuple(trained)
     total_norm = clip_grad._get_total_norm

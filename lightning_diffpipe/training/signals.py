@@ -117,7 +117,6 @@ class LockStep:
 
     Args:
         trainer: Before it registers its signal handlers.
-        mesh: This rank's groups.
         until: Gives Lightning its own decisions back when it is closed.
     """
 

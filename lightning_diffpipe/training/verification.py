@@ -57,8 +57,6 @@ class WholeRun:
     """Loss and gradients of one batch, computed without cutting anything.
 
     Attributes:
-        loss: Mean over the samples.
-        gradients: Gradients by name.
         dtypes: Types in which layers computed, which autocast chooses.
     """
 
@@ -75,16 +73,7 @@ def run_whole(
     seed: int,
     pipeline: int = 0,
 ) -> WholeRun:
-    """Runs all layers of a batch on this rank; the module must still be whole.
-
-    Args:
-        probed: The module and its step; a step of several call sequences takes the longest.
-        interception: The installed wrappers.
-        batch: One pipeline's batch, where the module is.
-        num_microbatches: As planned.
-        seed: Seed of the run.
-        pipeline: Index of this rank's pipeline, which has its own random numbers.
-    """
+    """Runs all layers of a batch on this rank; the module must still be whole."""
     module, step, graph = probed.module, probed.step, probed.graph
     steps = PartitionedStepCache(
         module, step, graph, (), Placement(((0,),)), 0, interception, next(module.parameters()).device,
@@ -177,7 +166,6 @@ class MeanCheck:
 
     Attributes:
         probed: The step and its batch; the module is whole and on the host.
-        interception: The installed wrappers.
     """
 
     probed: ProbedStep
@@ -368,9 +356,7 @@ class _StandIns:
     each of them counts. Numbers of classes and flags are zero.
 
     Args:
-        graph: The step; the loss's code reads some of its layers.
         total: Samples in the batch.
-        seed: Seed of the random numbers.
         repeated: As for `_of_samples`.
     """
 
