@@ -44,11 +44,7 @@ class WholeFiles(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Writes a file; one on other than the local file system as Lightning does.
-
-        Raises:
-            CheckpointError: The folder is full or cannot be written; has the path.
-        """
+        """Writes a file; one on other than the local file system as Lightning does."""
         if storage_options is not None or not _is_local_file_protocol(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -70,9 +66,6 @@ def newest(
 
     Of several of one step it is the first one: a file that is written at the end of training counts the epoch as
     over, and would lose the rest of it.
-
-    Raises:
-        CheckpointError: There are files, and none of them can be read; says why of the newest.
     """
     newest_readable, unreadable = None, None
     paths = {path.resolve() for path in files if path.is_file() or is_sharded(path)}
@@ -95,11 +88,7 @@ def newest(
 def checked(
     path: str | Path, to_train: bool = True, weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """Finds out in milliseconds whether a checkpoint is whole, `to_train` with states; tensors are read when used.
-
-    Raises:
-        CheckpointError: It is not there, is empty, cut short, or no such checkpoint; a line with the remedy.
-    """
+    """Finds out in milliseconds whether a checkpoint is whole, to train with states; tensors are read when used."""
     require_file(path)
     try:
         with safe_globals(types_of_hydra_configs()):
@@ -123,11 +112,7 @@ def checked(
 
 
 def require_file(path: str | Path) -> None:
-    """Finds out whether there is anything to read at a path, of this machine or one that fsspec knows.
-
-    Raises:
-        CheckpointError: There is not, or it is an address of the web; a line with the remedy.
-    """
+    """Finds out whether there is anything to read at a path, of this machine or one that fsspec knows."""
     if str(path).startswith(("http://", "https://")):
         raise CheckpointError(
             f"{path} is an address, and checkpoints are read from files, by every rank: download it first "
@@ -230,9 +215,6 @@ def chosen(
 
     Returns:
         The path; in the place of "last" the newest file that can be read, None if there is no file yet.
-
-    Raises:
-        CheckpointError: There is nothing to read at the path, or no checkpoint among the "last" can be read.
     """
     saves = any(isinstance(callback, ModelCheckpoint) for callback in trainer.callbacks)
     if path == "last" and saves and not list(_folders(trainer)):

@@ -171,9 +171,6 @@ def require_number(
 ) -> None:
     """Refuses an argument that is no finite number in its range.
 
-    Raises:
-        ConfigurationError: It is not.
-
     Example:
         >>> require_number("batch_size", -3, 1, whole=True)
         Traceback (most recent call last):
@@ -205,9 +202,5 @@ def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
 
 
 def require_timeout(timeout_s: Any, name: str = "timeout_s") -> None:
-    """Refuses a longest wait, in seconds, that torch cannot count: it takes nanoseconds in 64 bits.
-
-    Raises:
-        ConfigurationError: It is not above 0 and at most three years.
-    """
+    """Refuses a longest wait, in seconds, that torch cannot count: it takes nanoseconds in 64 bits."""
     require_number(name, timeout_s, above=0, most=_LONGEST_S)

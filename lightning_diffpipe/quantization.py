@@ -97,11 +97,7 @@ class QuantizedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Detaches, copies and moves.
-
-        Raises:
-            NotImplementedError: Something else is asked for.
-        """
+        """Detaches, copies and moves."""
         weight, aten, options = args[0], torch.ops.aten, kwargs or {}
         if func in (aten.detach.default, aten.alias.default):
             alias = cls(weight.tensors, weight.settings, weight.shape, weight.dtype)
@@ -304,11 +300,7 @@ class TorchaoWeight(QuantizedWeight):
 
 
 def torchao_weight(name: str, tensors: Mapping[str, Tensor], header: str) -> TorchaoWeight:
-    """Returns a weight that torchao has stored.
-
-    Raises:
-        ValueError: torchao does not know such a weight.
-    """
+    """Returns a weight that torchao has stored."""
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
     metadata = {name: header, "tensor_names": json.dumps([name])}
@@ -448,11 +440,7 @@ def _quantization(setting: Any, runs: bool) -> Quantization:
 def quantizations_of(
     setting: Any, names: Collection[str], runs: bool = True
 ) -> dict[str, Quantization]:
-    """Returns the quantization of each component, by name; before weights are read.
-
-    Raises:
-        ConfigurationError: There is no such quantization or component.
-    """
+    """Returns the quantization of each component, by name; before weights are read."""
     if setting is None:
         return {}
     if not isinstance(setting, Mapping):
@@ -481,9 +469,6 @@ def quantize_components(
         components: By their names.
         trains: Only frozen weights are, and there have to be some.
         every: In each of these components, as where a user has named them.
-
-    Raises:
-        ConfigurationError: There are no such weights.
     """
     weights = {
         name: [w for w in _linear_weights(part) if not (trains and w.requires_grad)]
@@ -504,11 +489,7 @@ def quantize_components(
 def require_kernels(
     quantizations: Iterable[tuple[Quantizing, torch.dtype]], device: torch.device
 ) -> None:
-    """Tries quantizations on a device with a small weight, before weights are read.
-
-    Raises:
-        ConfigurationError: The device, or the package there, cannot quantize so or multiply by it.
-    """
+    """Tries quantizations on a device with a small weight, before weights are read."""
     for how, dtype in quantizations:
         small = torch.ones(256, 256, dtype=dtype, device=device)
         try:

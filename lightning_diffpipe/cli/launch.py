@@ -217,12 +217,7 @@ def refuse_missing_gpus(values: dict[str, Any], num_ranks: int) -> None:
 
 
 def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
-    """Calls a function on `num_ranks` processes of this machine.
-
-    Raises:
-        ConfigurationError: A launcher made another number of processes.
-        DiffPipeError: Another process failed, and this one did not.
-    """
+    """Calls a function on `num_ranks` processes of this machine."""
     from lightning_diffpipe.comm.rendezvous import open_store
     from lightning_diffpipe.comm.watcher import watcher
     from lightning_diffpipe.training.processes import take_place_in_slurm

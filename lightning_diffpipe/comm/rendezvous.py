@@ -252,9 +252,6 @@ def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None
 
     Without `seed_everything` each process initialises other weights; from checkpoints they are
     equal, and then nothing but checksums travels. Checksums of mapped files are those of samples.
-
-    Raises:
-        ConfigurationError: A rank has other tensors than rank 0; names the first.
     """
     if group is None:
         return

@@ -441,9 +441,6 @@ class Watcher:
 
         Returns:
             A prefix of keys in the store that no other call returns.
-
-        Raises:
-            ConfigurationError: Rank 0 cannot be reached.
         """
         self._start()
         with self._lock:

@@ -97,9 +97,6 @@ def glyphs_of(alphabets: Sequence[str], faces: Sequence[str]) -> list[Glyph]:
 
     Returns:
         The glyphs that the fonts really hold.
-
-    Raises:
-        ConfigurationError: An alphabet or face is unknown.
     """
     for names, known, kind in ((alphabets, ALPHABETS, "alphabet"), (faces, _known_faces(), "face")):
         if unknown := sorted(set(names) - set(known)):

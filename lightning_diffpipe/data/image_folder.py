@@ -62,9 +62,6 @@ class Folder:
     Attributes:
         repeats: Number of times that an epoch takes each of its images.
         weight: Weight of its losses, such as those of a prior next to a subject.
-
-    Raises:
-        ConfigurationError: A number that cannot be.
     """
 
     folder: str

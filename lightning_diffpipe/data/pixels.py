@@ -79,9 +79,6 @@ class Augmentation:
         drop_tags: Share of the parts that are left out.
         keep_tags: Number of first parts that stay, in their places.
         trigger: Words put in front of captions that do not have them.
-
-    Raises:
-        ConfigurationError: A number that cannot be.
     """
 
     flip: float = 0.0
@@ -135,9 +132,6 @@ def to_pixels(image: Image.Image, crop: Crop, background: str = "white") -> Tens
 
     Returns:
         Float32 in [-1, 1], `(3, height, width)` of the crop.
-
-    Raises:
-        ConfigurationError: The image has values of 32 bits, of which nobody knows where white is.
     """
     # Cameras keep the sensor's rows and note how the image was held; every viewer turns it.
     image = ImageOps.exif_transpose(image)
@@ -238,9 +232,6 @@ def read_reference(file: IO[bytes] | Path, crop: Crop, background: str, name: st
 
     Returns:
         What the crop keeps of it, `(height, width, 3)` in 8 bits.
-
-    Raises:
-        DataError: It cannot be read.
     """
     with reading(name), Image.open(file) as image:
         levels = (to_pixels(image, crop, background) + 1) * 127.5
@@ -252,9 +243,6 @@ def read_video(path: Path, num_frames: int, crop: Crop, background: str = "white
 
     Returns:
         Float32 in [-1, 1], `(3, num_frames, height, width)`.
-
-    Raises:
-        DataError: It has fewer frames.
     """
     if path.is_file():
         frames = _decoded(path, num_frames, crop, background)

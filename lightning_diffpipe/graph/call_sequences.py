@@ -412,9 +412,6 @@ def survey(
         arguments: Further arguments of the step for the first batch; the first of them is the batch's number.
         moments: Later moments of the training.
         runs_ahead: Frozen layers may run before the step of their batch; only then `moves_frozen` is looked for.
-
-    Raises:
-        GraphError: None of the sequences calls all layers.
     """
     trials: list[_Trial] = []
     with Interception(root).installed() as interception, untouched(root):

@@ -378,9 +378,6 @@ def choose_layers(
 
     Modules of `expand` must be expanded, whatever they cost. Returns names of the modules whose calls are layers,
     and names of those that are expanded.
-
-    Raises:
-        GraphError: A module must be expanded, but calls others inside an autograd function.
     """
     whole = _whole(root, top, max_share * top.cost, expand)
     if torn := whole & {"", *expand}:

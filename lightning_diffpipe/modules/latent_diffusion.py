@@ -73,9 +73,6 @@ def tokenize(
 
     Returns:
         Tensors of shape `(B, model_max_length)`, on the device.
-
-    Raises:
-        ConfigurationError: The tokenizer has no maximal length.
     """
     length = tokenizer.model_max_length
     if length > 100_000:
@@ -134,12 +131,7 @@ def drop_captions(tokenizer: PreTrainedTokenizerBase, tokens: Tokens, share: flo
 def latent_size(
     vae: Mapping[str, Any], denoiser: Mapping[str, Any], height: int | None, width: int | None
 ) -> tuple[int, int]:
-    """Returns rows and columns of the latents of an image.
-
-    Raises:
-        ConfigurationError: A size is no multiple of what autoencoder and patches of tokens shrink images by; or
-            none is given, and the model has none.
-    """
+    """Returns rows and columns of the latents of an image."""
     trained, patch = denoiser["sample_size"], denoiser.get("patch_size") or 1
     if trained is None and None in (height, width):
         raise ConfigurationError(

@@ -340,9 +340,6 @@ class FlowMatching(_Schedule):
             clean: fp32 latents of unit variance, `(B, C, h, w)`.
             generator: Generator of times and noise, on the device of `clean`; `None` for the global one.
             span: Sample only times of this span, as often as without it relative to each other.
-
-        Raises:
-            ConfigurationError: Next to no time is sampled from the span.
         """
         steps, quantiles = range(self.num_timesteps), None
         if (span := self.noise.trained(span)) is not None:

@@ -49,11 +49,7 @@ _MOST_VALUES = 2**20
 
 
 def read_configs(path: str) -> Configs:
-    """Reads the configuration files of a diffusers folder, or those of a well-known model.
-
-    Raises:
-        ConfigurationError: There is neither.
-    """
+    """Reads the configuration files of a diffusers folder, or those of a well-known model."""
     if path in PUBLISHED:
         return json.loads((_PUBLISHED / f"{path}.json").read_text())
     folder = Path(path)
@@ -396,11 +392,7 @@ class ModelOnPaper:
             )
 
     def profile(self, sample_counts: Sequence[int] = (1, 8)) -> ModelProfile:
-        """Models it, which takes seconds.
-
-        Raises:
-            ConfigurationError: The step cannot be run without values.
-        """
+        """Models it, which takes seconds."""
         device, verbosity = device_named(self.device), diffusers.utils.logging.get_verbosity()
         diffusers.utils.logging.set_verbosity_error()  # these pipelines sample no images
         try:

@@ -300,11 +300,7 @@ class PipelineDiffusion(PartsModule):
     def losses(
         self, batch: Mapping[str, Any], generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """Computes the loss of one batch.
-
-        Raises:
-            ConfigurationError: The batch lacks prompts, classes or images that the pipeline needs.
-        """
+        """Computes the loss of one batch."""
         tail = self.tail  # first: finding it also finds out how the pipeline reads images
         step, pixels = self.step, _pixels_of(batch)
         is_training, conditions, keeps_image = generator is None, [], None  # validation has one

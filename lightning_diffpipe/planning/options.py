@@ -173,11 +173,7 @@ class PlanOptions:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> PlanOptions:
-        """Makes options of plain values; lists become tuples.
-
-        Raises:
-            ConfigurationError: An unknown or missing key, or a bad value.
-        """
+        """Makes options of plain values; lists become tuples."""
         return cls.from_node(Node(dict(values), "", ConfigurationError, "options"))
 
     @classmethod

@@ -377,10 +377,6 @@ def measure_costs(timer: LayerTimer) -> MeasuredCosts:
     """Times all layers of a step, forward, backward and its weight-gradient part.
 
     The module is left bit-identical, and moved to the device meanwhile if it lives elsewhere.
-
-    Raises:
-        ProfileError: The step cannot be run at any of the sample counts.
-        GraphError: The step calls other layers than in its probe.
     """
     total, counts = count_samples(timer.batch, timer.graph.batch_spec), timer.counts
     if total is not None and max(counts) > total:

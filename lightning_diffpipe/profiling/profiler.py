@@ -94,11 +94,7 @@ def _probed(
 
 
 def default_step(module: nn.Module) -> Step:
-    """Returns a step that calls `training_step`, with the batch's index if it takes one.
-
-    Raises:
-        ConfigurationError: There is no `training_step`.
-    """
+    """Returns a step that calls `training_step`, with the batch's index if it takes one."""
     training_step = getattr(module, "training_step", None)
     if not callable(training_step):
         raise ConfigurationError(

@@ -172,9 +172,6 @@ class FreeRunningEngine(Engine):
         Returns:
             Results of batches before, or of this one, that all ranks know by now; none while the pipeline fills.
             Their recording is that of this step.
-
-        Raises:
-            As `run_step`.
         """
         works, program, frozen = self.begin(batch, batch_index, arguments)
         self._run(program, frozen, flushes=False)

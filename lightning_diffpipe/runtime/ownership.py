@@ -257,11 +257,7 @@ def take_over(
     mesh: Mesh,
     strict: bool = True,
 ) -> None:
-    """Copies this rank's part of a whole state dict into the module: what is resident, and buffers that it owns.
-
-    Raises:
-        CheckpointError: Names are missing or unknown, or shapes differ.
-    """
+    """Copies this rank's part of a whole state dict into the module: what is resident, and buffers that it owns."""
     target = module.state_dict()
     refuse_misfit(state, target, strict)
     with torch.no_grad():

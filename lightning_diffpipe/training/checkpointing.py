@@ -319,9 +319,6 @@ class CheckpointHooks(ParallelStrategy):
 
         Returns:
             Complete on rank 0, empty elsewhere.
-
-        Raises:
-            CheckpointError: A run has failed, or the processes have left each other.
         """
         if self.division is None:
             return dict(tensors)
@@ -332,11 +329,7 @@ class CheckpointHooks(ParallelStrategy):
 
     @watcher.inside("saving a checkpoint")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the optimizer state of all stages, numbered as on one device; empty except on rank 0.
-
-        Raises:
-            CheckpointError: A run has failed, or the processes have left each other.
-        """
+        """Returns the optimizer state of all stages, numbered as on one device; empty except on rank 0."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         self.drain()
         state = optimizer.state_dict()
@@ -390,11 +383,7 @@ class CheckpointHooks(ParallelStrategy):
 
     @watcher.inside("loading a checkpoint")
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads a whole state dict: all of it, or this rank's part once the module is cut.
-
-        Raises:
-            CheckpointError: Names or shapes do not fit the module.
-        """
+        """Loads a whole state dict: all of it, or this rank's part once the module is cut."""
         if (pipeline := self.pipeline) is not None:
             with self._loaded():
                 take_over(
@@ -413,11 +402,7 @@ class CheckpointHooks(ParallelStrategy):
             raise CheckpointError(f"the checkpoint does not fit the module: {error}") from error
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the optimizer state of this rank's parameters.
-
-        Raises:
-            CheckpointError: There are more or fewer optimizers than there were.
-        """
+        """Loads the optimizer state of this rank's parameters."""
         states = checkpoint["optimizer_states"]
         optimizers = [o for o in self.optimizers if not isinstance(o, _MockOptimizer)]
         states = [state for state in states if state]  # one that does nothing has none

@@ -236,11 +236,7 @@ class Pipeline:
             self._mapped.note()
 
     def refuse_unfrozen(self) -> None:
-        """Checks that nothing was unfrozen since the pipeline was made; takes microseconds.
-
-        Raises:
-            ConfigurationError: Something was; names the first parameter.
-        """
+        """Checks that nothing was unfrozen since the pipeline was made; takes microseconds."""
         if any(map(_REQUIRES_GRAD, self.untrained.values())):
             name = next(n for n, p in self.untrained.items() if p.requires_grad)
             raise ConfigurationError(

@@ -68,13 +68,7 @@ def prepare(
     arguments: tuple[Any, ...] = (),
     moments: Sequence[Moment] = (),
 ) -> Pipeline:
-    """Plans a module's pipeline and sets this rank's part of it up.
-
-    Raises:
-        ConfigurationError: The module trains nothing, or the options do not fit it.
-        PlanError: A given plan was made for another model or world.
-        GraphError: The step cannot be cut at its layers.
-    """
+    """Plans a module's pipeline and sets this rank's part of it up."""
     with raised_by_all():
         refuse_untrainable(module)
     if process.device.type == "cpu":

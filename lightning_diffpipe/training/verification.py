@@ -112,9 +112,6 @@ def compare(
     """Runs the same batch as a pipeline and compares; leaves no gradients behind.
 
     With several pipelines side by side only losses are compared: gradients are sums over all of them.
-
-    Raises:
-        GraphError: The loss or a gradient differs by more than rounding.
     """
     with untouched(module):
         result = engine.run_step(batch, batch_index=0, reduce_gradients=engine.num_pipelines == 1)
