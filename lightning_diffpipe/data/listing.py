@@ -79,9 +79,6 @@ class Listing:
     def read(self, on_error: str) -> tuple[list[Entry], list[DataError]]:
         """Reads all entries.
 
-        Args:
-            on_error: `"skip"` leaves out images that cannot be used.
-
         Returns:
             The entries, and what is wrong with those left out.
 

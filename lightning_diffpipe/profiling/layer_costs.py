@@ -248,8 +248,12 @@ class MeasuredCosts(NamedTuple):
     def profile(self) -> ModelProfile:
         """Returns the profile with the typical times of the steps."""
         costs = layer_costs(self.graph, self.rounds, self.saved)
-        repeated_s = repeated_seconds(self.graph, self.rounds)
-        return assemble(self.sizes, self.graph, costs, repeated_s, self.known, self.split_s)
+        repeated = {  # the median of the glue that every stage runs
+            count: statistics.median(repeated_s(self.graph, times) for times in (*whole, *inputs))
+            for count, (whole, inputs) in self.rounds.items()
+        }
+        of_glue = Seconds.of(repeated)
+        return assemble(self.sizes, self.graph, costs, of_glue, self.known, self.split_s)
 
 
 def forward_s(graph: LayerGraph, times: StepTimes) -> list[float]:
@@ -290,16 +294,6 @@ def _inside_frozen_container(graph: LayerGraph, index: int) -> bool:
         call.first < index < call.stop
         and all(graph.layers[i].frozen for i in range(call.first, call.stop))
         for call in graph.calls
-    )
-
-
-def repeated_seconds(graph: LayerGraph, rounds: Rounds) -> Seconds:
-    """Returns the median of the glue that every stage runs, by sample count."""
-    return Seconds.of(
-        {
-            count: statistics.median(repeated_s(graph, times) for times in (*whole, *inputs))
-            for count, (whole, inputs) in rounds.items()
-        }
     )
 
 

@@ -163,12 +163,6 @@ class FreeRunningEngine(Engine):
     ) -> list[StepResult]:
         """Forwards a batch, returns the results that have arrived, and steps the optimizers after it.
 
-        Args:
-            batch: This pipeline's batch, on this rank's device.
-            batch_index: Number of the batch since training began; seeds its random numbers.
-            arguments: Further arguments of the step.
-            alarm: Whether this rank raises one, which all ranks of the pipeline learn with this batch's results.
-
         Returns:
             Results of batches before, or of this one, that all ranks know by now; none while the pipeline fills.
             Their recording is that of this step.

@@ -162,13 +162,9 @@ def warn_of_statistics(graph: LayerGraph, pieces: Cut, placement: Placement) -> 
 
 
 def collect(state: Mapping[Any, Any], owners: Mapping[Any, int], mesh: Mesh) -> dict[Any, Any]:
-    """Brings the entries of a state together on world rank 0.
+    """Brings the entries of a state together on world rank 0, from the owners of those not held everywhere.
 
-    Args:
-        state: This rank's entries, tensors or values with tensors inside of lists and dicts. Those of other owners
-            may be there, too, as placeholders.
-        owners: For entries not held everywhere: the world rank that holds them, in the first pipeline if any does.
-        mesh: This rank's groups.
+    These are world ranks, in the first pipeline if it has any; elsewhere there may be placeholders.
 
     Returns:
         On world rank 0 all entries, tensors on the host, in the order of its own state and then of the owners;
@@ -204,11 +200,6 @@ def owners_of_state(
 ) -> dict[str, int]:
     """Returns owners of the entries of a state dict that may call parameters otherwise than their module.
 
-    Args:
-        state: Result of the module's `state_dict()`, perhaps overridden to leave out or rename entries.
-        module: The module.
-        owners: As for `collect`, by the module's own names.
-
     Returns:
         As for `collect`, by the names of the state dict. Under an unknown name, what shares memory with a
         parameter or buffer belongs to its owner, anything else to rank 0.
@@ -232,11 +223,6 @@ def spread(
     tensors: Mapping[str, Tensor], owners: Mapping[str, int], mesh: Mesh
 ) -> Iterator[tuple[str, Tensor]]:
     """Gives every rank of a pipeline the tensors it lacks, one at a time.
-
-    Args:
-        tensors: This rank's by name; placeholders of the right shape and dtype for those of other owners.
-        owners: As for `collect`.
-        mesh: This rank's groups.
 
     Yields:
         The whole tensors on the host, for all names in `owners`.

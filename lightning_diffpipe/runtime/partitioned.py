@@ -342,12 +342,6 @@ def aligned(
     A call goes to the stage of the planned call that it is equal to, counted from the end of the step, or from its
     beginning; one that has none goes to the nearest stage of its backbone whose rank holds the layer.
 
-    Args:
-        names: Layers that the sequence calls, in order.
-        planned: Calls of the planned sequence.
-        stage_of: Stage of every planned call.
-        placement: Ranks of the stages.
-
     Yields:
         For every call its stage, ascending.
 

@@ -198,10 +198,6 @@ class Pipeline:
 
         None if frozen parameters have been written: their files would not have their values.
 
-        Args:
-            layers: Names.
-            folder: Folder for what is in no file.
-
         Returns:
             Bytes that this rank holds no more.
         """
@@ -307,8 +303,7 @@ class Pipeline:
     def dismantle(self, connected: bool = True) -> None:
         """Makes the module ordinary again: all tensors up to date and on the host, no wrappers, no groups.
 
-        Args:
-            connected: Whether the other ranks are still there; if not, placeholders stay.
+        If the other ranks are not `connected` any more, placeholders stay.
         """
         self.engine.drop_prepared()  # of which one may be paused in a layer that is loaded
         if (stream := self.engine.layout.steps.stream) is not None:  # a step may have failed in one
