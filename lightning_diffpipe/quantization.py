@@ -323,7 +323,6 @@ class _OutputsApart:
         self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the block."""
         outputs = self._forward(*args, **kwargs)
         if not torch.compiler.is_compiling():
             return outputs

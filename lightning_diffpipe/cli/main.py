@@ -164,7 +164,6 @@ def _expected(name: str) -> DictConfig:
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:
-    """Returns the settings of a verb alone."""
     return OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
 
 

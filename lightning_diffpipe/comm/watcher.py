@@ -559,7 +559,6 @@ class Watcher:
                 self._end(f"{self._here} cannot watch the other ranks: {error!r}", 1)
 
     def _hear(self, source: Any) -> None:
-        """Reads from one of the sockets that are ready."""
         if source is self._woken:
             if signal.SIGTERM in self._woken.recv(64) and self.at_sigterm != "ignore":
                 self._signal_phase = self._signal_phase or self.phase

@@ -274,7 +274,6 @@ def _shows(path: Path) -> bool:
 
 
 def _stem(path: Path) -> str:
-    """Returns the name of a file without its ending."""
     return _nfc(path.stem)
 
 

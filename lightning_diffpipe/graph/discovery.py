@@ -296,7 +296,6 @@ class StepProbe:
         raise LayerLeakError(tracer.records[layer].name, reader)
 
     def _new(self, batch: Any) -> Any:
-        """Returns a copy of a batch for one run, which may change it."""
         if self.fake_mode is not None:
             return fresh(fake_batch(batch, self.fake_mode))
         return fresh(pytree.tree_map_only(Tensor, torch.clone, batch))

@@ -405,7 +405,6 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _owner(root: nn.Module, name: str) -> Any:
-    """Returns the module or the parameter of a name."""
     parent, _, last = name.rpartition(".")
     module = root.get_submodule(parent)
     parameter = module._parameters.get(last)

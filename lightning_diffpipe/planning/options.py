@@ -6,12 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
-from lightning_diffpipe.errors import (
-    ConfigurationError,
-    require_choice,
-    require_flags,
-    require_number,
-)
+from lightning_diffpipe.errors import ConfigurationError, require_choice, require_flags
 from lightning_diffpipe.planning.codec import LARGEST, Node
 from lightning_diffpipe.planning.schedule import ScheduleSpec
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
@@ -83,7 +78,12 @@ class PlanOptions:
                 f"but num_stages={self.num_stages}"
             )
         for name in ("optimizer_bytes_factor", "averages_bytes_factor"):
-            require_number(name, getattr(self, name), 0, LARGEST)
+            factor: object = getattr(self, name)
+            good = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+            if not good or not 0 <= factor <= LARGEST:  # type: ignore[operator]
+                raise ConfigurationError(
+                    f"{name} must be a number >= 0, such as 2 for Adam; got {factor!r}"
+                )
         if self.shard_optimizer != "auto" and not isinstance(self.shard_optimizer, bool):
             raise ConfigurationError(
                 f"shard_optimizer must be true, false or 'auto'; got {self.shard_optimizer!r}"

@@ -440,7 +440,6 @@ def _check_options(plan: PipelinePlan) -> None:
 
 
 def _replicas(plan: PipelinePlan) -> tuple[int, ...]:
-    """Returns the ranks of every stage; those of later passes are the same."""
     return tuple(stage.num_replicas for stage in plan.stages[: plan.num_stages])
 
 

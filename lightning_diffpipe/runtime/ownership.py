@@ -284,7 +284,6 @@ def _received(like: Tensor, owner: int, mesh: Mesh, of_world: bool) -> Tensor:
 
 
 def _on_host(value: Any) -> Any:
-    """Returns a tensor in the host's memory; other values as they are."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().to("cpu", copy=False).contiguous()

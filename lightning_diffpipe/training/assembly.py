@@ -179,7 +179,6 @@ def _engine(
     plan: PipelinePlan,
     trained: Sequence[nn.Parameter],
 ) -> Engine:
-    """Returns what runs the plan, which may have no flush."""
     staleness = SCHEDULES[plan.options.schedule].staleness
     if staleness is None or not plan.runs_free:
         return Engine(layout, reducer, check_finite, image=waiting)

@@ -270,7 +270,6 @@ class _Losses:
 
     @property
     def mean(self) -> float:
-        """Loss that a pipeline computes from the parts."""
         pairs = [(loss, weight) for loss, weight in (self.first, self.second) if weight]
         total = sum(weight for _, weight in pairs)
         return sum(loss * weight for loss, weight in pairs) / total if pairs else math.nan
@@ -380,7 +379,6 @@ class _StandIns:
             self._values[key] = (0.1 + 0.8 * value if real else 0 * value).to(spec.dtype), spec.rows
 
     def of(self, rows: slice) -> Mapping[TensorKey, Tensor]:
-        """Returns the values of some samples."""
         return {
             key: _of_samples(value, rows, self._total, self._repeated) if n else value
             for key, (value, n) in self._values.items()
