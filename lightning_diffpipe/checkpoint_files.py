@@ -44,7 +44,11 @@ class WholeFiles(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Writes a file; one on other than the local file system as Lightning does."""
+        """Writes a file; one on other than the local file system as Lightning does.
+
+        Raises:
+            CheckpointError: The folder is full or cannot be written; has the path.
+        """
         if storage_options is not None or not _is_local_file_protocol(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -62,10 +66,18 @@ class WholeFiles(TorchCheckpointIO):
 def newest(
     files: Iterable[Path], to_train: bool = True, weights_only: bool | None = None
 ) -> tuple[Path, int] | None:
-    """Returns the newest checkpoint that can be read, with `to_train` none of weights alone, and its step.
+    """Returns the newest checkpoint that can be read, and the step after which it was written.
 
     Of several of one step it is the first one: a file that is written at the end of training counts the epoch as
     over, and would lose the rest of it.
+
+    Args:
+        files: Candidates; links are followed.
+        to_train: Training shall go on, so files of weights alone do not count.
+        weights_only: Argument of `torch.load`.
+
+    Raises:
+        CheckpointError: There are files, and none of them can be read; says why of the newest.
     """
     newest_readable, unreadable = None, None
     paths = {path.resolve() for path in files if path.is_file() or is_sharded(path)}
@@ -88,7 +100,19 @@ def newest(
 def checked(
     path: str | Path, to_train: bool = True, weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """Finds out in milliseconds whether a checkpoint is whole, to train with states; tensors are read when used."""
+    """Finds out in milliseconds whether a checkpoint is whole; its tensors are not read.
+
+    Args:
+        path: The file.
+        to_train: Whether the file must have everything that training continues from.
+        weights_only: Argument of `torch.load`.
+
+    Returns:
+        What it holds; tensors are read when they are used.
+
+    Raises:
+        CheckpointError: It is not there, is empty, cut short, or no such checkpoint; a line with the remedy.
+    """
     checkpoint = mapped(path, weights_only, wanted=lambda _: False)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no 'state_dict'")
@@ -114,7 +138,11 @@ def mapped(path: str | Path, weights_only: bool | None, wanted: Callable[[str], 
 
 
 def require_file(path: str | Path) -> None:
-    """Finds out whether there is anything to read at a path, of this machine or one that fsspec knows."""
+    """Finds out whether there is anything to read at a path, of this machine or one that fsspec knows.
+
+    Raises:
+        CheckpointError: There is not, or it is an address of the web; a line with the remedy.
+    """
     if str(path).startswith(("http://", "https://")):
         raise CheckpointError(
             f"{path} is an address, and checkpoints are read from files, by every rank: download it first "
@@ -215,8 +243,17 @@ def chosen(
 ) -> Any:
     """Returns the checkpoint that a run goes on from, before its processes start.
 
+    Args:
+        trainer: About to fit or to evaluate.
+        path: The user's `ckpt_path`.
+        fits: Training shall go on; else something is evaluated.
+        weights_only: The user's argument of that name.
+
     Returns:
         The path; in the place of "last" the newest file that can be read, None if there is no file yet.
+
+    Raises:
+        CheckpointError: There is nothing to read at the path, or no checkpoint among the "last" can be read.
     """
     saves = any(isinstance(callback, ModelCheckpoint) for callback in trainer.callbacks)
     if path == "last" and saves and not list(_folders(trainer)):

@@ -55,10 +55,14 @@ def is_sharded(path: str | Path) -> bool:
 def write_shards(
     checkpoint: dict[str, Any], path: Path, mesh: Mesh, asynchronously: bool = False
 ) -> Future[None]:
-    """Writes a checkpoint in shards; a collective call of several ranks, of which 0 has what is not `Divided`.
+    """Writes a checkpoint in shards; a collective call of several ranks.
 
-    It may return when this rank's part is copied to the host, and let a thread write the copy. Nothing else may be
-    written until that is done, as the threads of all ranks share one group.
+    Args:
+        checkpoint: Rank 0's, and of other ranks the values that are `Divided`.
+        path: The folder; an existing one is replaced.
+        mesh: This rank's groups.
+        asynchronously: Return when this rank's part is copied to the host, and let a thread write the copy. Nothing
+            else may be written until that is done, as the threads of all ranks share one group.
 
     Returns:
         A future that is done when the folder is in its place, or holds the error; the same on all ranks.
@@ -142,7 +146,11 @@ def read_shards(
 ) -> dict[str, Any]:
     """Returns a checkpoint in shards as one of a file, on one process.
 
-    A tensor is read if its place is `wanted`, such as "optimizer_states.0.state.3.exp_avg"; else that is there.
+    Args:
+        path: The folder.
+        weights_only: Argument of `torch.load`, for all but tensors.
+        wanted: Whether to read a tensor, by its place, such as "optimizer_states.0.state.3.exp_avg". The others'
+            names are in their places.
 
     Raises:
         CheckpointError: Something of it is missing or cut short.

@@ -171,6 +171,17 @@ def require_number(
 ) -> None:
     """Refuses an argument that is no finite number in its range.
 
+    Args:
+        name: Name of the argument.
+        value: Value of the argument; true and false are no numbers.
+        least: Smallest value.
+        most: Largest value.
+        above: Bound that the value must exceed.
+        whole: Whether it must be a whole number.
+
+    Raises:
+        ConfigurationError: It is not.
+
     Example:
         >>> require_number("batch_size", -3, 1, whole=True)
         Traceback (most recent call last):
@@ -202,5 +213,9 @@ def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
 
 
 def require_timeout(timeout_s: Any, name: str = "timeout_s") -> None:
-    """Refuses a longest wait, in seconds, that torch cannot count: it takes nanoseconds in 64 bits."""
+    """Refuses a longest wait, in seconds, that torch cannot count: it takes nanoseconds in 64 bits.
+
+    Raises:
+        ConfigurationError: It is not above 0 and at most three years.
+    """
     require_number(name, timeout_s, above=0, most=_LONGEST_S)

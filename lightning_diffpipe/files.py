@@ -34,6 +34,10 @@ def check_writable(path: Path) -> None:
 def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
     """Opens a file next to a path, to which it is moved at the end; after an error it is removed.
 
+    Args:
+        path: Path of the file; a file or link at this path is replaced.
+        durable: Wait until the disk has it, so that it survives a power cut.
+
     Raises:
         OSError: The folder cannot be made or written, or is full; has the path.
     """

@@ -97,7 +97,11 @@ class QuantizedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Detaches, copies and moves."""
+        """Detaches, copies and moves.
+
+        Raises:
+            NotImplementedError: Something else is asked for.
+        """
         weight, aten, options = args[0], torch.ops.aten, kwargs or {}
         if func in (aten.detach.default, aten.alias.default):
             alias = cls(weight.tensors, weight.settings, weight.shape, weight.dtype)
@@ -187,7 +191,13 @@ class Weight4Bit(QuantizedWeight):
     def stored(
         cls, packed: Tensor, state: Mapping[str, Tensor], compute_dtype: torch.dtype
     ) -> Weight4Bit:
-        """Returns a weight that bitsandbytes has stored."""
+        """Returns a weight that bitsandbytes has stored.
+
+        Args:
+            packed: The weight.
+            state: Further stored tensors, such as scales, by the ends of their names.
+            compute_dtype: Type in which layers multiply.
+        """
         from bitsandbytes.functional import QuantState
 
         return cls._of_state(
@@ -300,7 +310,16 @@ class TorchaoWeight(QuantizedWeight):
 
 
 def torchao_weight(name: str, tensors: Mapping[str, Tensor], header: str) -> TorchaoWeight:
-    """Returns a weight that torchao has stored."""
+    """Returns a weight that torchao has stored.
+
+    Args:
+        name: Name of the weight.
+        tensors: By their stored names.
+        header: Entry of the weight in the header of the file.
+
+    Raises:
+        ValueError: torchao does not know such a weight.
+    """
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
     metadata = {name: header, "tensor_names": json.dumps([name])}
@@ -431,7 +450,16 @@ def _quantization(setting: Any, runs: bool) -> Quantization:
 def quantizations_of(
     setting: Any, names: Collection[str], runs: bool = True
 ) -> dict[str, Quantization]:
-    """Returns the quantization of each component, by name; before weights are read."""
+    """Returns the quantization of each component, by name; before weights are read.
+
+    Args:
+        setting: As in `quantization_named`, for all components; such settings by names of components; or None.
+        names: Of the components of a pipeline.
+        runs: As in `quantization_named`.
+
+    Raises:
+        ConfigurationError: There is no such quantization or component.
+    """
     if setting is None:
         return {}
     if not isinstance(setting, Mapping):
@@ -460,6 +488,9 @@ def quantize_components(
         components: By their names.
         trains: Only frozen weights are, and there have to be some.
         every: In each of these components, as where a user has named them.
+
+    Raises:
+        ConfigurationError: There are no such weights.
     """
     weights = {
         name: [w for w in _linear_weights(part) if not (trains and w.requires_grad)]
@@ -480,7 +511,15 @@ def quantize_components(
 def require_kernels(
     quantizations: Iterable[tuple[Quantizing, torch.dtype]], device: torch.device
 ) -> None:
-    """Tries quantizations on a device with a small weight, before weights are read."""
+    """Tries quantizations on a device with a small weight, before weights are read.
+
+    Args:
+        quantizations: Quantizations, with the types of weights.
+        device: Device on which weights will be quantized.
+
+    Raises:
+        ConfigurationError: The device, or the package there, cannot quantize so or multiply by it.
+    """
     for how, dtype in quantizations:
         small = torch.ones(256, 256, dtype=dtype, device=device)
         try:

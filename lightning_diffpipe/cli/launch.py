@@ -217,7 +217,19 @@ def refuse_missing_gpus(values: dict[str, Any], num_ranks: int) -> None:
 
 
 def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
-    """Calls a function on `num_ranks` processes of this machine."""
+    """Calls a function on `num_ranks` processes of this machine.
+
+    Args:
+        num_ranks: Processes, this one included.
+        function: Runs in each of them; finds its place in the environment, as under `torchrun`.
+
+    Returns:
+        What it returned here.
+
+    Raises:
+        ConfigurationError: A launcher made another number of processes.
+        DiffPipeError: Another process failed, and this one did not.
+    """
     from lightning_diffpipe.comm.rendezvous import open_store
     from lightning_diffpipe.comm.watcher import watcher
     from lightning_diffpipe.training.processes import take_place_in_slurm

@@ -92,7 +92,13 @@ _POSITIVE = ("num_inference_steps", "height", "width", "timeout_s", "busy_timeou
 
 @raised_by_all()
 def refuse_settings(config: DictConfig, expected: DictConfig, verb: str) -> None:
-    """Raises ConfigurationError for settings that nothing would read, that are missing, or that are no group."""
+    """Raises ConfigurationError for settings that nothing would read, that are missing, or that are no group.
+
+    Args:
+        config: Config of a verb, as it was asked for; values to which its own settings refer may have any name.
+        expected: Config of the verb without overrides.
+        verb: Name of the verb.
+    """
     for name in map(str, expected):
         if name not in config.keys():  # noqa: SIM118, as a value that must be given is not "in" it
             raise ConfigurationError(

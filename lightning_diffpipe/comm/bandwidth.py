@@ -48,7 +48,13 @@ def measure_cluster(
     sizes: Sequence[int] = SIZES,
     budget_s: float = 2.0,
 ) -> Cluster:
-    """Measures the links among the ranks of a group, in the backend of training; None is one rank. Collective.
+    """Measures the links among the ranks of a group. A collective call.
+
+    Args:
+        group: All ranks of the run, in the backend that training uses; None means one rank.
+        device: Device of messages in training.
+        sizes: Bytes of the messages to time; two different ones at least.
+        budget_s: Seconds to spend, about.
 
     Returns:
         The same cluster on all ranks, with the memory of their devices as its limit.

@@ -198,6 +198,8 @@ class ProcessLinks(Links):
 
     Attributes:
         ranks: World ranks of the positions, in order.
+        backend: "gloo" or "nccl".
+        timeout_s: Limit of a wait for a message, in seconds.
         groups: Group of each directed edge (from, to) between positions.
         control: A gloo group of all positions.
         together: A group of all positions in the given backend.
@@ -237,10 +239,18 @@ class ProcessLinks(Links):
     ) -> ProcessLinks:
         """Makes links inside each of some groups of world ranks.
 
-        Collective: every rank of the world calls it at the same time with the same disjoint groups, because
-        process groups must be made in the same order everywhere. Plain objects are waited for `patience_s`, by
-        default that of the watcher where ranks watch each other. Over NCCL, communicators for single messages are
-        made if `chained`: from each position to the next, and from the last to all.
+        Collective: every rank of the world calls it at the same time with the same groups, because
+        process groups must be made in the same order everywhere.
+
+        Args:
+            groups_of_ranks: Disjoint groups; this rank must be in one of them.
+            device: Device of this rank's tensors.
+            backend: "gloo" or "nccl".
+            timeout_s: Limit of a wait for a message, in seconds.
+            patience_s: Limit of a wait for plain objects, in seconds. If not given, it is that of the watcher where
+                ranks watch each other, and else `timeout_s`.
+            chained: Over NCCL, make communicators for single messages, from each position to the next and from the
+                last to all, besides that for exchanges of all positions.
 
         Returns:
             The links of this rank's group.

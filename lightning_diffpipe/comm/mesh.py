@@ -464,8 +464,13 @@ def connected_group(
     """Makes a process group that is connected on all of its ranks; collective.
 
     Gloo returns it to each rank as soon as that rank is connected. A rank that destroyed it at once would end the
-    connecting of slower ranks with "Connection closed by peer". With `members_only` its ranks alone call it, else
-    every rank of the world.
+    connecting of slower ranks with "Connection closed by peer".
+
+    Args:
+        ranks: World ranks of the group; None for all.
+        backend: "gloo", or "nccl", whose communicators are made by their first message.
+        timeout: Limit of a wait in the group.
+        members_only: Only these ranks call it; else every rank of the world must.
     """
     if backend != "gloo":
         timeout += datetime.timedelta(seconds=_WATCHDOG_S)

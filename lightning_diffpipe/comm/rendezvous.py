@@ -75,8 +75,15 @@ def rendezvous(
     """Waits until all ranks are connected; they watch each other from then on.
 
     They meet at the store of the default process group; if there is none, at the address in the environment
-    (`MASTER_ADDR`, `MASTER_PORT`). A connected rank may be silent for `timeout_s`. The others are waited for
-    `patience_s`, and named in a warning after `notice_s`.
+    (`MASTER_ADDR`, `MASTER_PORT`).
+
+    Args:
+        rank: Rank of this process.
+        num_ranks: Number of all ranks.
+        timeout_s: Longest silence of a connected rank, in seconds.
+        patience_s: Longest wait for ranks that are not connected, in seconds.
+        notice_s: Seconds after which a warning names the ranks that are not connected.
+        watcher: Watcher of this process.
 
     Returns:
         The store of the default process group, made or to be made.
@@ -245,6 +252,9 @@ def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None
 
     Without `seed_everything` each process initialises other weights; from checkpoints they are
     equal, and then nothing but checksums travels. Checksums of mapped files are those of samples.
+
+    Raises:
+        ConfigurationError: A rank has other tensors than rank 0; names the first.
     """
     if group is None:
         return

@@ -88,6 +88,9 @@ def ask_for_queues() -> bool:
     Returns:
         Whether it was asked; CUDA listens before its first use only.
 
+    Raises:
+        ConfigurationError: The user has said one, in which ranks can wait for each other for ever.
+
     Source:
         https://github.com/NVIDIA/nccl/issues/783
     """

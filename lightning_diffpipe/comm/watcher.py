@@ -439,8 +439,17 @@ class Watcher:
     def connect(self, store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -> str:
         """Connects to rank 0, whose address is in the store, or opens the server to which the others connect.
 
+        Args:
+            store: Store of the ranks; its timeout is that of the wait for rank 0.
+            rank: Rank of this process.
+            num_ranks: Number of all ranks.
+            timeout_s: Longest silence of a rank, in seconds.
+
         Returns:
             A prefix of keys in the store that no other call returns.
+
+        Raises:
+            ConfigurationError: Rank 0 cannot be reached.
         """
         self._start()
         with self._lock:

@@ -95,8 +95,15 @@ _font, _characters_in = cache(ImageFont.truetype), cache(FT2Font)
 def glyphs_of(alphabets: Sequence[str], faces: Sequence[str]) -> list[Glyph]:
     """Lists every named glyph of some alphabets in some faces, face by face.
 
+    Args:
+        alphabets: Names in `ALPHABETS`.
+        faces: Names in `font_files()` or `FURTHER_FACES`.
+
     Returns:
         The glyphs that the fonts really hold.
+
+    Raises:
+        ConfigurationError: An alphabet or face is unknown.
     """
     for names, known, kind in ((alphabets, ALPHABETS, "alphabet"), (faces, _known_faces(), "face")):
         if unknown := sorted(set(names) - set(known)):

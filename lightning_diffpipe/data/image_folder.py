@@ -60,8 +60,12 @@ class Folder:
     """A folder of images among several.
 
     Attributes:
+        folder: Path of the folder.
         repeats: Number of times that an epoch takes each of its images.
         weight: Weight of its losses, such as those of a prior next to a subject.
+
+    Raises:
+        ConfigurationError: A number that cannot be.
     """
 
     folder: str

@@ -39,6 +39,8 @@ class Crop:
     """Scales an image until it covers a size, and crops it to that size.
 
     Attributes:
+        height: Height of the crop, in pixels.
+        width: Width of the crop.
         down: Place of the crop in the scaled image: 0 at the top, 1 at the bottom.
         across: 0 at the left, 1 at the right.
         flipped: Whether it is mirrored, left and right.
@@ -79,6 +81,9 @@ class Augmentation:
         drop_tags: Share of the parts that are left out.
         keep_tags: Number of first parts that stay, in their places.
         trigger: Words put in front of captions that do not have them.
+
+    Raises:
+        ConfigurationError: A number that cannot be.
     """
 
     flip: float = 0.0
@@ -130,8 +135,16 @@ class Augmentation:
 def to_pixels(image: Image.Image, crop: Crop, background: str = "white") -> Tensor:
     """Returns a crop of an image, upright and in sRGB.
 
+    Args:
+        image: Any image of 8 or 16 bits; turned as its EXIF orientation says, and converted to sRGB.
+        crop: Size and place of the crop.
+        background: Colour that shows where the image is transparent, as PIL knows it.
+
     Returns:
         Float32 in [-1, 1], `(3, height, width)` of the crop.
+
+    Raises:
+        ConfigurationError: The image has values of 32 bits, of which nobody knows where white is.
     """
     # Cameras keep the sensor's rows and note how the image was held; every viewer turns it.
     image = ImageOps.exif_transpose(image)
@@ -203,6 +216,15 @@ def read_sample(
 ) -> Sample:
     """Reads an image and its companions.
 
+    Args:
+        file: File of the image, in any format of PIL.
+        caption: Caption of the image.
+        crop: Crop of the image, and of the files next to it.
+        background: Argument of `to_pixels`.
+        name: Name of the file in messages.
+        companions: Files of a `"condition"` and a `"mask"`, as far as there are some, with their names.
+        alpha: Whether the image's own alpha channel is the mask.
+
     Raises:
         DataError: A file cannot be read, or one next to the image has another shape; names what they are called.
     """
@@ -232,6 +254,9 @@ def read_reference(file: IO[bytes] | Path, crop: Crop, background: str, name: st
 
     Returns:
         What the crop keeps of it, `(height, width, 3)` in 8 bits.
+
+    Raises:
+        DataError: It cannot be read.
     """
     with reading(name), Image.open(file) as image:
         levels = (to_pixels(image, crop, background) + 1) * 127.5
@@ -239,10 +264,19 @@ def read_reference(file: IO[bytes] | Path, crop: Crop, background: str, name: st
 
 
 def read_video(path: Path, num_frames: int, crop: Crop, background: str = "white") -> Tensor:
-    """Reads successive frames out of the middle of a video: a file, or a folder of images with numbers as names.
+    """Reads successive frames out of the middle of a video.
+
+    Args:
+        path: A file, or a folder whose images are the frames, in the order of the numbers in their names.
+        num_frames: Number of frames.
+        crop: Crop of each frame.
+        background: Argument of `to_pixels`.
 
     Returns:
         Float32 in [-1, 1], `(3, num_frames, height, width)`.
+
+    Raises:
+        DataError: It has fewer frames.
     """
     if path.is_file():
         frames = _decoded(path, num_frames, crop, background)

@@ -402,6 +402,19 @@ def survey(
     thrown, it is run four times more, with small and with large numbers in place of those sampled. If the runs
     differ in what they call, or the step has counters or generators of its own, 32 trials follow, of two
     microbatches of each of 16 batches, and two at each moment. The module is left as it was.
+
+    Args:
+        root: The module, on the host.
+        step: The step.
+        batch: One microbatch, which all trials get.
+        graph: Graph of the step as probed.
+        seed_of: Seed of a microbatch, by the numbers of its batch and of itself.
+        arguments: Further arguments of the step for the first batch; the first of them is the batch's number.
+        moments: Later moments of the training.
+        runs_ahead: Frozen layers may run before the step of their batch; only then `moves_frozen` is looked for.
+
+    Raises:
+        GraphError: None of the sequences calls all layers.
     """
     trials: list[_Trial] = []
     with Interception(root).installed() as interception, untouched(root):

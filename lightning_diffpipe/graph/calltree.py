@@ -378,6 +378,9 @@ def choose_layers(
 
     Modules of `expand` must be expanded, whatever they cost. Returns names of the modules whose calls are layers,
     and names of those that are expanded.
+
+    Raises:
+        GraphError: A module must be expanded, but calls others inside an autograd function.
     """
     whole = _whole(root, top, max_share * top.cost, expand)
     if torn := whole & {"", *expand}:

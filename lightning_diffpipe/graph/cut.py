@@ -103,6 +103,9 @@ def cut(
         stage_ranks: Ranks that hold each stage; None if every stage has ranks of its own.
         first_stages: First stages of chains that know nothing of each other; see `planning.profile.joined`.
         may_be_empty: Stages may have no layers: those of passes that this call sequence leaves out.
+
+    Raises:
+        PartitionError: A stage would have no layer.
     """
     path = graph.path
     bounds = [0, *positions, len(path)]

@@ -68,7 +68,11 @@ class NoCopyError(Exception):
 
 
 def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
-    """Copies a module with fake tensors; the original stays untouched."""
+    """Copies a module with fake tensors; the original stays untouched.
+
+    Raises:
+        NoCopyError: The module holds what cannot be copied.
+    """
     memo: dict[int, Any] = {}
     shared = []
     for name, module in root.named_modules():

@@ -308,7 +308,11 @@ class PausedRun:
 
     @property
     def results(self) -> dict[TensorKey, Tensor]:
-        """The results, when done; see `FrozenView.whole`."""
+        """The results, when done; see `FrozenView.whole`.
+
+        Raises:
+            GraphError: The run is not done.
+        """
         if not self.done or self._coroutine.is_cancelled:
             state = "was cancelled" if self._coroutine.is_cancelled else "is not done"
             raise GraphError(f"the frozen run {state}")

@@ -95,8 +95,16 @@ def probe_step(
 ) -> ProbedStep:
     """Finds out which layers a step calls, in which sequences, and which of them know nothing of each other.
 
-    Layers that a given plan or profile names (`planned`) are taken where the module has them. At later `moments`
-    the step may call other layers; `runs_ahead` says that frozen ones may run before the step of their batch.
+    Args:
+        module: The whole module, on the host; left as it is.
+        step: Module and batch to loss.
+        batch: One pipeline's batch, on the host.
+        num_samples: Samples of the batch.
+        seed: Seed of the run.
+        planned: Trained layers that a given plan or profile names; they are taken where this module has them.
+        arguments: Further arguments of the step for the first batch.
+        moments: Later moments of training, at which the step may call other layers.
+        runs_ahead: Frozen layers may run before the step of their batch, as on several ranks.
 
     Raises:
         GraphError: The step cannot be cut at its layers, or has too many call sequences.

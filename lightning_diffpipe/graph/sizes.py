@@ -51,6 +51,11 @@ def layer_sizes(module: nn.Module, graph: LayerGraph, name: str | None = None) -
     """Returns a profile without times: one backbone, the trained path, and one encoder per frozen top-level module.
 
     A parameter counts for the first layer that reads it, one that only the loss reads for the last.
+
+    Args:
+        module: The module, whole.
+        graph: Its layers, unfolded.
+        name: Name of the profile; the module's class if not given.
     """
     sizes = {name: held_bytes(p) for name, p in module.named_parameters()}
     samples = graph.num_samples or 1

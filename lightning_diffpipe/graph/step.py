@@ -376,7 +376,11 @@ def loss_of(out: Any) -> Tensor:
 
 
 def weight_of(out: Any) -> Tensor | float | None:
-    """Reads the weight of a microbatch's loss, if the step says it: `{"loss": loss, "weight": num_tokens}`."""
+    """Reads the weight of a microbatch's loss, if the step says it: `{"loss": loss, "weight": num_tokens}`.
+
+    Raises:
+        GraphError: It is no number.
+    """
     weight = out.get("weight") if isinstance(out, Mapping) else None
     if isinstance(weight, Tensor) and weight.numel() == 1:
         return weight.detach().reshape(())
@@ -398,7 +402,11 @@ class LoggedMetric:
 
 
 def logged_values(root: nn.Module, logged: Any) -> Any:
-    """Returns arguments of a logging call that outlive the step: without graphs, metrics as `LoggedMetric`."""
+    """Returns arguments of a logging call that outlive the step: without graphs, metric objects as `LoggedMetric`.
+
+    Raises:
+        ConfigurationError: A metric object is no attribute of the module, so that other ranks cannot find theirs.
+    """
 
     def detached(leaf: Any) -> Any:
         if isinstance(leaf, nn.ModuleDict):  # a collection of them

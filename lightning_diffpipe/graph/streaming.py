@@ -102,6 +102,10 @@ class WeightStream:
         layers: Offloaded parameters by layer, whose values are quantized, if they are to be, one after the other on
             the device, and pinned if that is a GPU.
         stages: Streamed layers by stage, in the order of the forward.
+
+    Attributes:
+        slot_bytes: Bytes of both slots.
+        num_bytes_copied: Bytes copied to the device so far.
     """
 
     def __init__(

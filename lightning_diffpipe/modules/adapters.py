@@ -81,7 +81,11 @@ class Lora:
                 ) from error
 
     def add_to(self, part: nn.Module) -> None:
-        """Freezes a part of diffusers or transformers and adds adapters, unless it has some of a checkpoint."""
+        """Freezes a part of diffusers or transformers and adds adapters; none if it has some, as from a checkpoint.
+
+        Raises:
+            ConfigurationError: The package peft is missing or too old, or no layer has such a name.
+        """
         part.requires_grad_(False)
         if not getattr(part, "peft_config", None):
             try:
@@ -119,6 +123,15 @@ def lora_weights(
     """Returns the adapters of parts as the tensors of a LoRA file, by their names in it.
 
     ComfyUI knows nothing of peft's settings, so the factor `alpha / rank` is in the `B` matrices.
+
+    Args:
+        parts: Parts of a pipeline, by their names there.
+        names: Regular expressions, and their replacements in names, applied one after the other.
+        state: Weights of the module that has the parts, where they are not all here; None for the parts' own.
+
+    Raises:
+        ConfigurationError: None of the parts has adapters, they are more than a file can hold, or names cannot be
+            replaced so.
     """
     from peft.utils import get_peft_model_state_dict
 
@@ -204,6 +217,9 @@ def stored_name(part: str, key: str) -> str:
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
     r"""Replaces regular expressions in a name, one after the other.
+
+    Raises:
+        ConfigurationError: One is none, or refers to a group that it does not have.
 
     Example:
         >>> renamed("transformer.attn1.to_q.lora_A.weight", {r"attn(\d)": r"a\1", "^transformer": "model"})

@@ -180,9 +180,16 @@ class CascadedDiffusion(PartsModule):
     ) -> Tensor:
         """Samples one image per prompt: first the base, then the upscaler.
 
-        Arguments are those of `LatentDiffusion.sample`, the level in [0, 1] of the noise that is added to images of
-        the base, of which CDM tries several after training, and images to upscale in their place,
-        `(len(prompts), 3, h, w)` in [0, 1].
+        Args:
+            prompts: Texts, one for each image.
+            num_inference_steps: Denoising steps of each.
+            guidance_scale: Strength of classifier-free guidance; 1 for none.
+            generator: Generator of all noise; its device may be another.
+            noise_level: Level of the noise added to the base's images, in [0, 1]; CDM tries several after training.
+            small: Images to upscale, `(len(prompts), 3, h, w)` in [0, 1]; sampled by the base if not given.
+
+        Returns:
+            `(len(prompts), 3, H, W)` in [0, 1].
         """
         require_number("noise_level", noise_level, 0, 1)
         twice, is_grey = 1 + (guidance_scale != 1), _colors(self.unet.config) == 1

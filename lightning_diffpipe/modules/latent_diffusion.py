@@ -73,6 +73,9 @@ def tokenize(
 
     Returns:
         Tensors of shape `(B, model_max_length)`, on the device.
+
+    Raises:
+        ConfigurationError: The tokenizer has no maximal length.
     """
     length = tokenizer.model_max_length
     if length > 100_000:
@@ -94,6 +97,10 @@ def attention_bias(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
 
     transformers would do so itself, but first reads whether any token is padding: that waits for the
     device, and makes the course of the computation depend on the captions.
+
+    Args:
+        attention_mask: 1 where there is a token, `(B, L)`.
+        dtype: Type of the text encoder.
 
     Returns:
         Zero where there is a token and a large negative number elsewhere, `(B, 1, L, L)`.
@@ -131,7 +138,18 @@ def drop_captions(tokenizer: PreTrainedTokenizerBase, tokens: Tokens, share: flo
 def latent_size(
     vae: Mapping[str, Any], denoiser: Mapping[str, Any], height: int | None, width: int | None
 ) -> tuple[int, int]:
-    """Returns rows and columns of the latents of an image."""
+    """Returns rows and columns of the latents of an image.
+
+    Args:
+        vae: Config of the autoencoder.
+        denoiser: Config of the U-Net or transformer.
+        height: In pixels; None takes that of the model.
+        width: In pixels.
+
+    Raises:
+        ConfigurationError: A size is no multiple of what autoencoder and patches of tokens shrink images by; or
+            none is given, and the model has none.
+    """
     trained, patch = denoiser["sample_size"], denoiser.get("patch_size") or 1
     if trained is None and None in (height, width):
         raise ConfigurationError(
@@ -515,7 +533,17 @@ def denoised(
     guidance_scale: float,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Takes the noise out, step by step; with guidance `predict` gets twice the samples, first without caption."""
+    """Takes the noise out, step by step.
+
+    Args:
+        scheduler: Stays as it is.
+        noise: Standard normal, `(N, ...)`.
+        predict: Denoises, given noisy samples and their time steps; with guidance twice as many, the first half
+            of which has no caption.
+        num_inference_steps: Denoising steps.
+        guidance_scale: Strength of classifier-free guidance; 1 for none.
+        generator: Generator of a stochastic scheduler.
+    """
     scheduler = copy.deepcopy(scheduler)  # schedulers count their steps
     scheduler.set_timesteps(num_inference_steps, device=noise.device)
     samples = noise * getattr(scheduler, "init_noise_sigma", 1.0)

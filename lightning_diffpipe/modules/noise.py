@@ -332,7 +332,16 @@ class FlowMatching(_Schedule):
     def corrupt(
         self, clean: Tensor, generator: torch.Generator | None = None, span: Span | None = None
     ) -> Corrupted:
-        """Samples times, one for each sample, of a span if given, and noise, and mixes them with clean latents."""
+        """Samples times, one for each sample, and noise, and mixes them in.
+
+        Args:
+            clean: fp32 latents of unit variance, `(B, C, h, w)`.
+            generator: Generator of times and noise, on the device of `clean`; `None` for the global one.
+            span: Sample only times of this span, as often as without it relative to each other.
+
+        Raises:
+            ConfigurationError: Next to no time is sampled from the span.
+        """
         steps, quantiles = range(self.num_timesteps), None
         if (span := self.noise.trained(span)) is not None:
             steps, quantiles = self._steps_of(span, clean.shape)

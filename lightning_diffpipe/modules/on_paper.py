@@ -49,7 +49,11 @@ _MOST_VALUES = 2**20
 
 
 def read_configs(path: str) -> Configs:
-    """Reads the configuration files of a diffusers folder, or those of a well-known model."""
+    """Reads the configuration files of a diffusers folder, or those of a well-known model.
+
+    Raises:
+        ConfigurationError: There is neither.
+    """
     if path in PUBLISHED:
         return json.loads((_PUBLISHED / f"{path}.json").read_text())
     folder = Path(path)
@@ -386,7 +390,14 @@ class ModelOnPaper:
             )
 
     def profile(self, sample_counts: Sequence[int] = (1, 8)) -> ModelProfile:
-        """Models it, which takes seconds."""
+        """Models it, which takes seconds.
+
+        Args:
+            sample_counts: Numbers of samples to model; linear between and beyond.
+
+        Raises:
+            ConfigurationError: The step cannot be run without values.
+        """
         device, verbosity = device_named(self.device), diffusers.utils.logging.get_verbosity()
         diffusers.utils.logging.set_verbosity_error()  # these pipelines sample no images
         try:

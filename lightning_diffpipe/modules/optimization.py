@@ -147,7 +147,11 @@ class Optimization:
         return warmup * (self.final_share + (1 - self.final_share) * falling)
 
     def parameter_groups(self, module: nn.Module) -> list[dict[str, Any]]:
-        """Returns the trained parameters, each in the first of `groups` whose pattern is in its name."""
+        """Returns the trained parameters, each in the first of `groups` whose pattern is in its name.
+
+        Raises:
+            ConfigurationError: Nothing is trained, or nothing that a pattern is found in.
+        """
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not trained:
             raise ConfigurationError(f"{type(module).__name__} has no trainable parameter")
@@ -221,6 +225,9 @@ class DAdaptAdam(Optimizer):
         use_bias_correction: Scale as Adam does in its first steps.
         d0: First estimate of the step size.
         growth_rate: Most that the estimate grows by in a step.
+
+    Raises:
+        ConfigurationError: A learning rate that is one of Adam's, or several.
     """
 
     def __init__(

@@ -65,7 +65,11 @@ def outline_of_part(path: str, name: str, entry: Sequence[str]) -> PartOutline:
 
 
 def read_index(path: str) -> dict[str, Any]:
-    """Reads the `model_index.json` of a folder or hub id."""
+    """Reads the `model_index.json` of a folder or hub id.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
     try:
         return diffusers.DiffusionPipeline.load_config(path)
     except OSError as error:
@@ -180,7 +184,12 @@ class BaseModel:
 
     @classmethod
     def recorded(cls, checkpoint: Mapping[str, Any], path: str | Path | None = None) -> BaseModel:
-        """Returns the base that a checkpoint names, or that at another path; without parts if it needs none."""
+        """Returns the base that a checkpoint names, or that at another path; without parts if it needs none.
+
+        Raises:
+            ConfigurationError: There is a path, and it needs none.
+            CheckpointError: It was written by an earlier state of this project.
+        """
         base = checkpoint.get(BASE_KEY, {"path": "", "samples": {}})
         if "samples" not in base:
             raise CheckpointError(
@@ -263,7 +272,11 @@ def sampled(tensor: Tensor) -> Tensor:
 
 
 def from_base(base: BaseModel, name: str, stored: Mapping[str, Any]) -> Any:
-    """Reads a part from the base of a checkpoint, with adapters, whose weights still have to be loaded."""
+    """Reads a part from the base of a checkpoint, with adapters, whose weights still have to be loaded.
+
+    Raises:
+        CheckpointError: The base is not there.
+    """
     try:
         index = read_index(base.path)
         path = fetched(base.path)

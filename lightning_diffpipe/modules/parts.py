@@ -173,7 +173,11 @@ class PartsModule(L.LightningModule):
         self.train()
 
     def train_in_float32(self) -> None:
-        """Converts trained weights to float32, in which an optimizer's small steps are not rounded away."""
+        """Converts trained weights to float32, in which an optimizer's small steps are not rounded away.
+
+        Raises:
+            ConfigurationError: Quantized weights would be among them.
+        """
         for part in self.parts.values():
             if isinstance(part, nn.Module) and any(p.requires_grad for p in part.parameters()):
                 has_adapters = bool(getattr(part, "peft_config", None))
@@ -190,7 +194,17 @@ class PartsModule(L.LightningModule):
         return (self.denoiser,)
 
     def add_lora(self, lora: Lora | None, train_text_encoder: bool, loader: type) -> None:
-        """Adds adapters to the denoiser, and to text encoders that are trained; none without `lora`."""
+        """Adds adapters to the denoiser, and to text encoders that are trained; none without `lora`.
+
+        Args:
+            lora: Their settings, and the file to go on from.
+            train_text_encoder: Whether text encoders are trained.
+            loader: A pipeline's class, which reads such a file.
+
+        Raises:
+            ConfigurationError: The file has adapters of a part that is not trained.
+            CheckpointError: The file cannot be read, or is of another model.
+        """
         self._lora = lora
         if lora is None:
             return
@@ -274,7 +288,11 @@ class PartsModule(L.LightningModule):
             checkpoint["state_dict"] = self.without_base(checkpoint["state_dict"])
 
     def refuse_folder(self, path: str | Path) -> None:
-        """Refuses a folder for `save_pretrained`, before training."""
+        """Refuses a folder for `save_pretrained`, before training.
+
+        Raises:
+            ConfigurationError: Checkpoints leave weights to it.
+        """
         if self._base is not None:
             self._base.refuse_folder(path)
 
@@ -299,7 +317,11 @@ class PartsModule(L.LightningModule):
             optimizer.train()
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
-        """Returns the loss of one batch; see `losses`."""
+        """Returns the loss of one batch; see `losses`.
+
+        Raises:
+            ConfigurationError: It has references, and the model edits no images.
+        """
         if "references" in batch and not self.edits_images:
             raise ConfigurationError(
                 f"{self.pipeline_index.get('_class_name', type(self).__name__)} edits no images, and batches have "
@@ -501,6 +523,10 @@ class PartsModule(L.LightningModule):
         Before training, it tells whether they can be written.
 
         Arguments are those of `save_lora`.
+
+        Raises:
+            ConfigurationError: No part has adapters, they are more than such a file can hold, or names cannot be
+                replaced so.
         """
         files = lora_files(Path(path), adapted_parts(self.parts) or self.parts)
         weights = {folder: lora_weights(parts, names, state) for folder, parts in files.items()}
@@ -534,7 +560,12 @@ class PartsModule(L.LightningModule):
         checkpoint[_INDEX_KEY] = self.pipeline_index
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Compares the adapters of the checkpoint with those of the module, and completes its weights."""
+        """Compares the adapters of the checkpoint with those of the module, and completes its weights.
+
+        Raises:
+            CheckpointError: They are on other layers, have another rank or scale, or were trained with another
+                model.
+        """
         weights = checkpoint.get("state_dict", {})
         with raised_by_all():
             for name, stored in checkpoint.get(_FILES_KEY, {}).items():
@@ -602,7 +633,15 @@ class PartsModule(L.LightningModule):
 
 
 def read_checkpoint(path: str | Path, wanted: str = "PartsModule") -> dict[str, Any]:
-    """Maps a checkpoint of a `PartsModule` into memory; tensors are read when used, those of shards now."""
+    """Maps a training checkpoint of a `PartsModule` into memory; tensors are read when used, those of shards now.
+
+    Args:
+        path: A full checkpoint, a file or a folder of shards.
+        wanted: Class that will be built from it, for messages.
+
+    Raises:
+        CheckpointError: There is no such file, or it is no checkpoint of such a module.
+    """
     checkpoint = mapped(path, True, wanted=lambda name: not is_optimizer_state(name))
     checkpoint = consolidated(checkpoint) if isinstance(checkpoint, dict) else {}
     if _FILES_KEY not in checkpoint:
@@ -637,7 +676,18 @@ def checkpoint_part(checkpoint: Mapping[str, Any], name: str) -> PartOutline:
 def checkpoint_part_weights(
     checkpoint: Mapping[str, Any], name: str, ema: bool = True, base: str | Path | None = None
 ) -> dict[str, Tensor]:
-    """Returns the weights of one part of a checkpoint by their names in it, with adapters merged into them."""
+    """Returns the weights of one part of a checkpoint by their names in it, with adapters merged into them.
+
+    Args:
+        checkpoint: From `read_checkpoint`.
+        name: Such as `"unet"`.
+        ema: Take the averaged weights where the checkpoint holds some.
+        base: Folder or hub id of the model below the adapters; None for that which the checkpoint names.
+
+    Raises:
+        CheckpointError: The checkpoint leaves weights to that model, which is not there or another one.
+        ConfigurationError: There is a `base`, and the checkpoint needs none.
+    """
     stored = checkpoint[_FILES_KEY][name]
     own = weights_of(name, checkpoint_weights(checkpoint, ema))
     below = BaseModel.recorded(checkpoint, base)
@@ -661,6 +711,12 @@ def built_in(name: str) -> Path:
     """Returns the diffusers folder of built-in weights.
 
     In a checkout it is `examples/<name>`; a wheel carries the same folder inside the package.
+
+    Args:
+        name: One of `BUILT_IN`.
+
+    Raises:
+        ConfigurationError: There are no such weights.
     """
     if name not in BUILT_IN:
         raise ConfigurationError(f"no built-in weights {name!r}; there are: {', '.join(BUILT_IN)}")

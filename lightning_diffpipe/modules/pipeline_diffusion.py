@@ -262,7 +262,12 @@ class PipelineDiffusion(PartsModule):
         self._tail = self.tail
 
     def encode(self, pixels: Tensor, sample: bool = True) -> Tensor:
-        """Encodes images or videos in [-1, 1] as the pipeline's latents, fp32 and of about unit variance."""
+        """Encodes images or videos as the pipeline's latents, fp32 and of about unit variance.
+
+        Args:
+            pixels: `(B, 3, H, W)` or `(B, 3, F, H, W)` in [-1, 1].
+            sample: Sample the posterior where there is one, rather than take its mode.
+        """
         if self.step.decoder is None:
             return pixels.float()
         tail, vae = self.tail, getattr(self, self.step.decoder)
@@ -300,7 +305,11 @@ class PipelineDiffusion(PartsModule):
     def losses(
         self, batch: Mapping[str, Any], generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """Computes the loss of one batch."""
+        """Computes the loss of one batch.
+
+        Raises:
+            ConfigurationError: The batch lacks prompts, classes or images that the pipeline needs.
+        """
         tail = self.tail  # first: finding it also finds out how the pipeline reads images
         step, pixels = self.step, _pixels_of(batch)
         is_training, conditions, keeps_image = generator is None, [], None  # validation has one

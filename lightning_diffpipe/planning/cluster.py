@@ -139,6 +139,9 @@ class Cluster:
 
         A link between hosts that was as those inside a host differs from them by the values given.
 
+        Raises:
+            ConfigurationError: See `from_dict`.
+
         Example:
             >>> Cluster(2, p2p=Link(1e9, 1e-5)).changed({"p2p": {"latency_s": 2e-5}}).p2p.bandwidth_bytes_per_s
             1000000000.0

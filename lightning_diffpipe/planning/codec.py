@@ -189,7 +189,11 @@ def read(cls: type[_T], node: Node) -> _T:
 
 
 def read_fields(cls: type[_T], node: Node, *also: str, optional: Iterable[str] = ()) -> _T:
-    """Reads a dataclass from an object, field by field; keys of `also` are there, too, `optional` ones may be."""
+    """Reads a dataclass from an object, field by field; keys of `also` are there besides, `optional` ones may be.
+
+    Raises:
+        DiffPipeError: See `read`.
+    """
     keyed, hints = _stored_fields(cls), get_type_hints(cls)
     required = [key for key, field in keyed.items() if _default(field) is MISSING]
     node.check_keys((*also, *required), (*optional, *(key for key in keyed if key not in required)))

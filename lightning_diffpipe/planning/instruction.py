@@ -204,6 +204,9 @@ _ENCODE_TEXT = re.compile(r"E(\d+)")
 def parse_instruction(text: str, stage: int | None = None) -> Instruction:
     """Reads the text form of one instruction back; `stage` is meant where the text leaves it out.
 
+    Raises:
+        ScheduleError: The text is no instruction, or names no stage and none was given.
+
     Example:
         >>> parse_instruction("2F0")
         Forward(stage=2, microbatch=0)

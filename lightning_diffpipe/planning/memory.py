@@ -132,7 +132,16 @@ def frozen_loads(
     fills: bool,
     num_encoding: int | None = None,
 ) -> tuple[FrozenLoad, ...]:
-    """Returns the load of every rank, of which the last `num_encoding` encode; none if nothing is frozen."""
+    """Returns the load of every rank; none if nothing is frozen.
+
+    Args:
+        placement: Ranks of each stage.
+        sizes: Samples of each microbatch.
+        parts: Samples that each rank encodes; of the next batch, with filling.
+        group_size: Samples on which frozen layers run at a time; None for whole microbatches.
+        fills: Whether frozen work runs in the bubbles of the batch before.
+        num_encoding: Number of ranks that encode, the last ones; None for all.
+    """
     if not parts:
         return ()
     if placement.num_ranks == 1:  # Frozen layers run where they are called.

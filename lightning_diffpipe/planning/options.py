@@ -24,16 +24,40 @@ CHECKPOINTING = STREAMING = OPTIMIZER_OFFLOAD = ("auto", "none", "all")
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """Wishes and limits of a plan, as of `DiffPipeStrategy`. In a finished plan nothing is `"auto"` any more.
+    """Wishes and limits of a plan. In a finished plan nothing is `"auto"` any more.
 
     Attributes:
         global_batch_size: Samples of one optimizer step, over all pipelines.
+        num_stages: Stages of a pipeline. With a schedule such as `interleaved` a multiple of its ranks:
+            each rank holds several.
+        num_microbatches: Microbatches of one pipeline.
+        num_replicas: Ranks of each stage: a number for all, or one number for each stage.
+        data_parallel: Pipelines side by side, each with its part of the batch.
+        schedule: A name of `SCHEDULES`, or `auto`.
+        filling: Placement of frozen work. `none`: data-parallel on all ranks before the pipeline;
+            `shares`: into the bubbles of the batch before, see `filling.py`.
         partition: Method that cuts layers into stages. `auto` tries what the simulator may find fastest;
             the others are baselines.
         frozen_splittable: Whether frozen layers may run for some samples of a microbatch only; False in the
             plan of a profile with an encoder that may not.
+        frozen_group_size: Samples on which frozen layers run at a time. Ranks take whole groups, so small
+            ones balance better and large ones run faster; `auto` weighs the two by the profile. A rank alone
+            runs them on whole microbatches.
+        encoding_ranks: Ranks of each pipeline that hold the frozen encoders, and run them: so many of the last
+            ones. `auto`: all, or as few as have to for the plan to fit.
+        optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient; a number >= 0.
         averages_bytes_factor: Bytes of averaged weights for each byte of gradient, which every rank holds of all of
             its stages; a number >= 0.
+        shard_optimizer: Whether the ranks that hold a stage, in all pipelines, share its optimizer state (ZeRO-1);
+            `auto`: where a plan would not fit, or be slower, without.
+        checkpointing: Layers that are recomputed in the backward instead of storing their activations: `none`;
+            `all`; `auto`: those without which no plan would fit, or only slower ones. A finished plan has them in
+            its stages.
+        streaming: Layers whose frozen weights are in host memory, and are copied to the device for each run
+            (see `streaming.py`): `none`; `all`; `auto`: those without which no plan would fit, also with
+            recomputed layers, which all of these are.
+        optimizer_offload: Whether optimizer states are in host memory, and come to the device bucket by bucket
+            when they are updated: `none`; `all`; `auto`: where no plan would fit without.
         encode_first: Whether encodings are stored before training (`EncodingCache`), and encoders leave memory.
 
     Raises:
@@ -149,7 +173,11 @@ class PlanOptions:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> PlanOptions:
-        """Makes options of plain values; lists become tuples."""
+        """Makes options of plain values; lists become tuples.
+
+        Raises:
+            ConfigurationError: An unknown or missing key, or a bad value.
+        """
         return cls.from_node(Node(dict(values), "", ConfigurationError, "options"))
 
     @classmethod

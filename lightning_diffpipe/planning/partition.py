@@ -142,7 +142,12 @@ def check_partition(num_layers: int, num_stages: int, num_ranks: int) -> None:
 
 
 def placement_of(stages: Sequence[Stage]) -> Placement:
-    """Returns where stages run: on the ranks they name, else on consecutive ones."""
+    """Returns where stages run: on the ranks they name, else on consecutive ones.
+
+    Raises:
+        PartitionError: Some stages name their ranks and others do not.
+        ScheduleError: The ranks are not numbered from 0 without gaps.
+    """
     firsts = tuple(s.index for s in stages if not s.index or s.first_layer == 0)
     named = [stage for stage in stages if stage.ranks]
     if named and len(named) < len(stages):

@@ -457,7 +457,11 @@ def _check_encodes(plan: PipelinePlan) -> None:
 
 
 def check_options(plan: PipelinePlan, options: PlanOptions, num_pipelines: int) -> None:
-    """Checks that nothing else is asked for than a plan does; it may be followed by any number of pipelines."""
+    """Checks that nothing else is asked for than a plan does; it may be followed by any number of pipelines.
+
+    Raises:
+        PlanError: Names every option that differs, with both values.
+    """
     decided, replicas = _decided(plan, num_pipelines), options.num_replicas
     asked = {name: getattr(options, name) for name in decided}
     if isinstance(replicas, int):

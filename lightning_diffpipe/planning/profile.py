@@ -125,6 +125,7 @@ class LayerProfile:
         weight_gradient_s: The part of the backward that only makes weight gradients; None if not measured.
         gradient_bytes: Bytes of its gradients: 0 for a frozen layer within the gradient path.
         boundary_bytes_per_sample: Bytes of every tensor that is alive across a cut after it.
+        activation_bytes_per_sample: Bytes kept for the backward.
         flops_per_sample: Operations of its forward: those of matrix products, convolutions and attention,
             and one for each element that anything else writes; 0 if unknown.
         activation_bytes_per_microbatch: Bytes kept for the backward besides, once for each microbatch
@@ -496,7 +497,13 @@ def joined(profile: ModelProfile, opposite: bool = False) -> ModelProfile:
 def of_step(
     profile: ModelProfile, starts: Sequence[int], seen: SequenceShares | None = None
 ) -> ModelProfile:
-    """Returns the profile of the layers of a step, with its backbones and call sequences."""
+    """Returns the profile of the layers of a step, with its backbones and call sequences.
+
+    Args:
+        profile: Costs of these layers, perhaps of a step that joins or separates other backbones.
+        starts: First layers of the backbones of the step.
+        seen: Call sequences of the step, which none of the layers' times tell; None if there is only one.
+    """
     sizes = [len(backbone.layers) for backbone in profile.backbones[:-1]]
     if (*accumulate(sizes, initial=0),) != tuple(starts):
         profile = separated(joined(profile), starts)

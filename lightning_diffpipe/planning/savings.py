@@ -86,7 +86,13 @@ def streamable(profile: ModelProfile) -> frozenset[int]:
 def streamed(
     profile: ModelProfile, positions: Collection[int], host_bytes_per_s: float
 ) -> ModelProfile:
-    """Returns the profile of a step that streams the layers at these positions of the one backbone."""
+    """Returns the profile of a step that streams the layers at these positions of the one backbone.
+
+    Args:
+        profile: In which they are recomputed.
+        positions: Positions of the layers.
+        host_bytes_per_s: Rate of copies from host memory to a device.
+    """
     (backbone,) = profile.backbones
     whole, layers, order = backbone.layers, list(backbone.layers), sorted(positions)
     for index, at in enumerate(order):

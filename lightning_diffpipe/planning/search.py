@@ -75,7 +75,14 @@ def find_plan(
     below_s: float = math.inf,
     within_s: float = math.inf,
 ) -> PipelinePlan:
-    """Finds the fastest plan for all ranks of a cluster; one below `below_s`, or the best after `within_s` seconds.
+    """Finds the fastest plan for all ranks of a cluster.
+
+    Args:
+        profile: Costs of the layers.
+        cluster: Ranks and links.
+        options: Wishes and limits.
+        below_s: Only plans with a shorter step are of interest; saves time.
+        within_s: Seconds after which the best plan found so far is good enough.
 
     Returns:
         The plan with the shortest simulated step among those that fit into memory; with filling, a tenth of the

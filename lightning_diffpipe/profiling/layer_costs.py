@@ -214,7 +214,16 @@ def assemble(
     known: Mapping[str, Encoding] = MappingProxyType({}),
     split_s: Seconds | None = None,
 ) -> ModelProfile:
-    """Puts a profile together."""
+    """Puts a profile together.
+
+    Args:
+        sizes: The profile without times; see `graph/sizes.py`.
+        graph: The unfolded layers.
+        costs: By layer.
+        repeated_s: Times of the glue that every stage runs.
+        known: Results of encoders by name, as far as they were found out.
+        split_s: Times that a backward in two halves takes longer.
+    """
     (backbone,) = sizes.backbones
     pairs = zip(graph.path, backbone.layers, strict=True)
     layers = tuple(replace(layer, **costs[index]._asdict()) for index, layer in pairs)

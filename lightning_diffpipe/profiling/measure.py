@@ -95,6 +95,7 @@ class LayerTimer:
         repeats: Timed runs at each count; if not given 3, or 2 that agree and take half of `budget_s` with the
             warm-up; while they disagree as many as fit into `budget_s`.
         budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: at least 5 runs.
+        name: Name of the profile; the module's class if not given.
         least_samples: Fewer than these the step cannot be run on.
         finds_results: Whether to find results of frozen layers, too, and whether they could be stored and split.
         splits_backward: Whether to time backwards of inputs only, too, and in halves, for schedules that split.
@@ -377,6 +378,10 @@ def measure_costs(timer: LayerTimer) -> MeasuredCosts:
     """Times all layers of a step, forward, backward and its weight-gradient part.
 
     The module is left bit-identical, and moved to the device meanwhile if it lives elsewhere.
+
+    Raises:
+        ProfileError: The step cannot be run at any of the sample counts.
+        GraphError: The step calls other layers than in its probe.
     """
     total, counts = count_samples(timer.batch, timer.graph.batch_spec), timer.counts
     if total is not None and max(counts) > total:

@@ -94,7 +94,11 @@ def _probed(
 
 
 def default_step(module: nn.Module) -> Step:
-    """Returns a step that calls `training_step`, with the batch's index if it takes one."""
+    """Returns a step that calls `training_step`, with the batch's index if it takes one.
+
+    Raises:
+        ConfigurationError: There is no `training_step`.
+    """
     training_step = getattr(module, "training_step", None)
     if not callable(training_step):
         raise ConfigurationError(

@@ -97,6 +97,10 @@ def num_samples(batch: Any, batch_spec: BatchSpec | ModuleSplit | None = None) -
 def microbatch_sizes(num_samples: int, num_microbatches: int) -> tuple[int, ...]:
     """Returns sizes of the microbatches of a batch: as even as possible, larger ones first.
 
+    Args:
+        num_samples: Samples in the batch.
+        num_microbatches: Microbatches the plan runs; fewer are made of fewer samples.
+
     Example:
         >>> microbatch_sizes(10, 4), microbatch_sizes(2, 4)
         ((3, 3, 2, 2), (1, 1))
@@ -107,7 +111,14 @@ def microbatch_sizes(num_samples: int, num_microbatches: int) -> tuple[int, ...]
 def split(
     batch: Any, sizes: Sequence[int], batch_spec: BatchSpec | ModuleSplit | None = None
 ) -> list[Any]:
-    """Cuts a batch into microbatches of the given sizes, in order; by the structure of a planned, larger batch.
+    """Cuts a batch into microbatches of the given sizes, in order.
+
+    Args:
+        batch: Any nesting of dicts, lists, tuples and dataclasses known to pytree.
+        sizes: Samples of each microbatch; they add up to the samples of the batch, by which one knows
+            the parts that have one entry per sample.
+        batch_spec: Structure of the batch the run was planned with, which is surer than a small one; or how the
+            module cuts it.
 
     Returns:
         One batch of the same structure for each size. Tensors and arrays are views.
@@ -209,7 +220,12 @@ class BatchLayout:
     ) -> StepWork:
         """Cuts a batch into microbatches and adds communication to the schedule; asks no rank and runs nothing.
 
-        `groups` shares groups of samples over the ranks, if frozen layers run in bubbles of batches before.
+        Args:
+            batch: This pipeline's batch, on this rank's device.
+            batch_index: Number of the batch since training began; seeds its random numbers.
+            arguments: Further arguments of the step.
+            groups: If its frozen layers are to run in bubbles of batches before: how so many groups are
+                shared over the ranks.
         """
         sizes = microbatch_sizes(
             num_samples(batch, self.steps.batch_spec), self.schedule.num_microbatches

@@ -117,11 +117,16 @@ class FreeRunningEngine(Engine):
 
     Args:
         layout: Lays batches out; one stage on each rank.
+        reducer: Sums gradients over pipelines side by side.
+        parameters: Trained parameters of this rank.
         staleness: Number of batches by which weights are older than a batch that this rank runs with them.
+        check_finite: Look for NaN and infinity at stage boundaries.
+        transport: Carries messages; made from the mesh if not given.
 
     Attributes:
         optimizers: Step after every batch that has come back.
         clip_value: Bound of every single gradient.
+        versions: The weights.
     """
 
     def __init__(
@@ -163,9 +168,18 @@ class FreeRunningEngine(Engine):
     ) -> list[StepResult]:
         """Forwards a batch, returns the results that have arrived, and steps the optimizers after it.
 
+        Args:
+            batch: This pipeline's batch, on this rank's device.
+            batch_index: Number of the batch since training began; seeds its random numbers.
+            arguments: Further arguments of the step.
+            alarm: Whether this rank raises one, which all ranks of the pipeline learn with this batch's results.
+
         Returns:
             Results of batches before, or of this one, that all ranks know by now; none while the pipeline fills.
             Their recording is that of this step.
+
+        Raises:
+            As `run_step`.
         """
         works, program, frozen = self.begin(batch, batch_index, arguments)
         self._run(program, frozen, flushes=False)

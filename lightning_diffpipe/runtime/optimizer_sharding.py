@@ -59,6 +59,9 @@ class OptimizerSharding:
     """Lets a rank's optimizers step its part of the parameters that it shares with others.
 
     Args:
+        mesh: This rank's groups; groups for all sets of holders have been made.
+        parameters: Trained parameters on this rank, by name.
+        holders: World ranks that hold each trained parameter.
         ranks: World rank that steps each of them, see `stepping_ranks`.
 
     Attributes:

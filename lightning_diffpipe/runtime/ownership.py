@@ -224,6 +224,11 @@ def spread(
 ) -> Iterator[tuple[str, Tensor]]:
     """Gives every rank of a pipeline the tensors it lacks, one at a time.
 
+    Args:
+        tensors: This rank's by name; placeholders of the right shape and dtype for those of other owners.
+        owners: As for `collect`.
+        mesh: This rank's groups.
+
     Yields:
         The whole tensors on the host, for all names in `owners`.
     """
@@ -243,7 +248,11 @@ def take_over(
     mesh: Mesh,
     strict: bool = True,
 ) -> None:
-    """Copies this rank's part of a whole state dict into the module: what is resident, and buffers that it owns."""
+    """Copies this rank's part of a whole state dict into the module: what is resident, and buffers that it owns.
+
+    Raises:
+        CheckpointError: Names are missing or unknown, or shapes differ.
+    """
     target = module.state_dict()
     refuse_misfit(state, target, strict)
     with torch.no_grad():

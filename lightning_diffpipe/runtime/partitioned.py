@@ -119,6 +119,12 @@ class PartitionedStepCache:
     ) -> PartitionedStep:
         """Returns the cut step for a microbatch; probes sizes and call sequences that were not seen before.
 
+        Args:
+            microbatch: A part of a batch.
+            seed: Seed of what the step samples between layers for it, coins above all.
+            arguments: Further arguments of the step.
+            is_first: Whether it is the first of its batch.
+
         Raises:
             GraphError: With these sizes the step calls layers that nobody holds, or needs values of other ranks.
         """

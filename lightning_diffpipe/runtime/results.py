@@ -134,6 +134,10 @@ class ResultSharing:
 
         Returns:
             What to wait for before `finish`; nothing where a pipeline has one rank.
+
+        Raises:
+            ConfigurationError: A logged value is neither a number nor a tensor of one element, or an option of
+                `self.log` cannot travel.
         """
         logged: Entries = {}
         for work in works:

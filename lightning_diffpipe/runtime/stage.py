@@ -149,7 +149,11 @@ class Stash:
         self._values: dict[tuple[str, int, int], Any] = {}  # by what, stage and microbatch
 
     def put(self, what: str, stage: int, microbatch: int, value: Any) -> None:
-        """Stores a value."""
+        """Stores a value.
+
+        Raises:
+            ScheduleError: The same thing is stored already: an instruction ran twice.
+        """
         key = what, stage, microbatch
         if key in self._values:
             raise ScheduleError(
@@ -171,7 +175,11 @@ class Stash:
             stored[key] = add(stored[key], value) if add and key in stored else value
 
     def take(self, what: str, stage: int, microbatch: int) -> Any:
-        """Returns a value and forgets it."""
+        """Returns a value and forgets it.
+
+        Raises:
+            ScheduleError: Nothing is stored: the instruction that makes it has not run.
+        """
         key = what, stage, microbatch
         if key not in self._values:
             raise ScheduleError(
@@ -181,7 +189,11 @@ class Stash:
         return self._values.pop(key)
 
     def check_empty(self) -> None:
-        """Checks that every value found its taker."""
+        """Checks that every value found its taker.
+
+        Raises:
+            ScheduleError: Something is left.
+        """
         if self._values:
             left = ", ".join(f"{what} {stage}/{number}" for what, stage, number in self._values)
             raise ScheduleError(f"left over at the end of the step: {left}")

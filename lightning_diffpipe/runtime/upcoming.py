@@ -100,6 +100,9 @@ class _Past(NamedTuple):
 class PreparedBatches:
     """The coming batches that one rank knows of.
 
+    Raises:
+        ConfigurationError: Bubbles cannot be filled in this mode over the mesh's backend.
+
     Attributes:
         filler: Their frozen work, to be run in waits.
     """

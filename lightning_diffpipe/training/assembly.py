@@ -76,6 +76,13 @@ def assemble(
 ) -> Pipeline:
     """Cuts a module as planned and connects this rank; every rank calls it at the same time.
 
+    Args:
+        probed: The module and its step; layers unfolded.
+        plan: Plan of all ranks.
+        process: Rank and device of this process.
+        options: Decisions of the user besides the plan: `check_finite`, `verify`.
+        seed: Seed of the run.
+
     Raises:
         PlanError: The plan was made for other layers.
         ConfigurationError: The step keeps state outside of layers, changes weights, or has its own generators.

@@ -42,6 +42,9 @@ def first_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
     """Returns a copy of the first training batch, and further arguments of `training_step`.
 
     The batch has passed the hooks of transfer to the host, where the module still is, and will be trained on.
+
+    Raises:
+        ConfigurationError: There is no training data.
     """
     module, loop, mesh = strategy.lightning_module, trainer.fit_loop, strategy.mesh
     if not loop._data_source.is_defined():

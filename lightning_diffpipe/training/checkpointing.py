@@ -312,8 +312,15 @@ class CheckpointHooks(ParallelStrategy):
     def gather_by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Brings tensors that belong to parameters together, for checkpoints; collective.
 
+        Args:
+            tensors: Tensors by the parameters' names, in one order on all ranks; those of other ranks'
+                parameters are placeholders.
+
         Returns:
             Complete on rank 0, empty elsewhere.
+
+        Raises:
+            CheckpointError: A run has failed, or the processes have left each other.
         """
         if self.division is None:
             return dict(tensors)
@@ -321,7 +328,11 @@ class CheckpointHooks(ParallelStrategy):
 
     @watcher.inside("saving a checkpoint")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the optimizer state of all stages, numbered as on one device; empty except on rank 0."""
+        """Returns the optimizer state of all stages, numbered as on one device; empty except on rank 0.
+
+        Raises:
+            CheckpointError: A run has failed, or the processes have left each other.
+        """
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         self.drain()
         state = optimizer.state_dict()
@@ -383,7 +394,11 @@ class CheckpointHooks(ParallelStrategy):
 
     @watcher.inside("loading a checkpoint")
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads a whole state dict: all of it, or this rank's part once the module is cut."""
+        """Loads a whole state dict: all of it, or this rank's part once the module is cut.
+
+        Raises:
+            CheckpointError: Names or shapes do not fit the module.
+        """
         if (pipeline := self.pipeline) is not None:
             with self._loaded():
                 take_over(
@@ -402,7 +417,11 @@ class CheckpointHooks(ParallelStrategy):
             raise CheckpointError(f"the checkpoint does not fit the module: {error}") from error
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the optimizer state of this rank's parameters."""
+        """Loads the optimizer state of this rank's parameters.
+
+        Raises:
+            CheckpointError: There are more or fewer optimizers than there were.
+        """
         states = checkpoint["optimizer_states"]
         optimizers = [o for o in self.optimizers if not isinstance(o, _MockOptimizer)]
         states = [state for state in states if state]  # one that does nothing has none

@@ -60,12 +60,16 @@ class PipelineLoader:
     """A loader, read on one rank of a pipeline only; everything it does not do itself is the wrapped loader's.
 
     Args:
+        loader: The user's, or a pipeline's share of it.
         length: Batches, as the rank that reads it counts them; None if it cannot.
+        is_read: Whether this rank reads it.
         seed: Seed of the run; None to leave the generators as they are.
+        pipeline: Whose share of the data it is.
         place: Given the loader's length (None if it has none), tells where a pass begins, also of a resumed run, as
             `place_of` does. None if every pass shall use the same numbers, as validation does.
 
     Attributes:
+        length: As given.
         loading_s: Seconds spent so far in waiting for batches of the wrapped loader.
     """
 
@@ -566,6 +570,12 @@ def shared_out(loader: Any, trainer: Any, num_replicas: int, rank: int) -> Any:
     """Returns a pipeline's share of a loader, in its order: of samples, or of its own sampler's batches.
 
     As Lightning has it, some of the first ones are seen twice where shares would differ in length.
+
+    Args:
+        loader: The user's.
+        trainer: Knows whether the user shares it out (`use_distributed_sampler=False`).
+        num_replicas: Pipelines side by side. One alone gets the loader itself.
+        rank: The rank that asks.
 
     Returns:
         A copy; the loader itself if it is no map-style `DataLoader`, or is shared out already.

@@ -27,6 +27,8 @@ class MetricSync:
     """Chooses the ranks for every metric, wherever it is kept.
 
     Args:
+        trainer: Tells whether it evaluates.
+        mesh: This rank's groups, once there are some.
         until: Gives torchmetrics its own choice back when it is closed.
 
     Attributes:

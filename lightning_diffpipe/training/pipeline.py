@@ -232,7 +232,11 @@ class Pipeline:
             self._mapped.note()
 
     def refuse_unfrozen(self) -> None:
-        """Checks that nothing was unfrozen since the pipeline was made; takes microseconds."""
+        """Checks that nothing was unfrozen since the pipeline was made; takes microseconds.
+
+        Raises:
+            ConfigurationError: Something was; names the first parameter.
+        """
         if any(map(_REQUIRES_GRAD, self.untrained.values())):
             name = next(n for n, p in self.untrained.items() if p.requires_grad)
             raise ConfigurationError(
@@ -303,7 +307,8 @@ class Pipeline:
     def dismantle(self, connected: bool = True) -> None:
         """Makes the module ordinary again: all tensors up to date and on the host, no wrappers, no groups.
 
-        If the other ranks are not `connected` any more, placeholders stay.
+        Args:
+            connected: Whether the other ranks are still there; if not, placeholders stay.
         """
         self.engine.drop_prepared()  # of which one may be paused in a layer that is loaded
         if (stream := self.engine.layout.steps.stream) is not None:  # a step may have failed in one

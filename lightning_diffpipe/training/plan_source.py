@@ -112,7 +112,11 @@ class PipelineOptions:
             )
 
     def plan_options(self, global_batch_size: int, data_parallel: int | Auto) -> PlanOptions:
-        """Returns what the planner is asked for."""
+        """Returns what the planner is asked for.
+
+        Raises:
+            ConfigurationError: A value that cannot be.
+        """
         planned = vars(self).keys() & {field.name for field in fields(PlanOptions)}
         values = {name: getattr(self, name) for name in planned}
         values |= {"global_batch_size": global_batch_size, "data_parallel": data_parallel}
@@ -130,7 +134,11 @@ class PipelineOptions:
         return self.cluster.get("num_ranks") or next((len(each) for each in lists if each), None)
 
     def refuse_for(self, num_ranks: int) -> None:
-        """Refuses, before any process starts, a cluster of another number of ranks, and stages without a rank."""
+        """Refuses, before any process starts, a cluster of another number of ranks, and stages without a rank.
+
+        Raises:
+            ConfigurationError: There are too few ranks, or too many.
+        """
         if self.plan is None and self._ranks_of_cluster not in (None, num_ranks):
             raise ConfigurationError(
                 f"cluster has {self._ranks_of_cluster} ranks (num_ranks, rank_memory_bytes or rank_speeds), but "

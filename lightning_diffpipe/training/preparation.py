@@ -67,7 +67,22 @@ def prepare(
     arguments: tuple[Any, ...] = (),
     moments: Sequence[Moment] = (),
 ) -> Pipeline:
-    """Plans a module's pipeline and sets this rank's part of it up."""
+    """Plans a module's pipeline and sets this rank's part of it up.
+
+    Args:
+        module: The whole module, on the host.
+        step: Module and batch to loss.
+        batch: A batch of one pipeline, on the host; equal on all ranks.
+        options: The user's decisions.
+        process: Rank and device of this process.
+        arguments: Further arguments of the step for the first batch.
+        moments: Later moments of training, at which the step may call other layers.
+
+    Raises:
+        ConfigurationError: The module trains nothing, or the options do not fit it.
+        PlanError: A given plan was made for another model or world.
+        GraphError: The step cannot be cut at its layers.
+    """
     with raised_by_all():
         refuse_untrainable(module)
         size = num_samples(batch, ModuleSplit.of(module))

@@ -107,7 +107,12 @@ class ProcessHooks(ParallelStrategy):
         self._launcher.check_run = self.check_run
 
     def check_run(self, trainer: Any, arguments: dict[str, Any]) -> None:
-        """Checks what a trainer was asked for, before any process is started or met."""
+        """Checks what a trainer was asked for, before any process is started or met.
+
+        Args:
+            trainer: About to run.
+            arguments: Arguments of `fit`, `validate`, `test` or `predict`, by name; may be replaced.
+        """
 
     def refuse_alone(self) -> None:
         """Raises ConfigurationError where the processes that were started for an earlier run have been ended."""

@@ -399,6 +399,9 @@ def refuse_stateful_glue(graph: LayerGraph, plan: PipelinePlan) -> None:
     """Refuses steps that change a buffer outside of layers, of which every stage would keep its own copy.
 
     On one rank every microbatch changes it, of which a warning tells: that is right for a count of samples.
+
+    Raises:
+        ConfigurationError: There are several ranks.
     """
     name = min(graph.glue_writes, default="")
     if name and plan.ranks_per_pipeline == 1 and plan.num_microbatches > 1:
@@ -420,6 +423,9 @@ def refuse_carried_state(carried: Carried | None, plan: PipelinePlan) -> None:
     """Refuses steps that read what they have changed before, but for counters, which are put back.
 
     Ranks run the step for each microbatch, and to find what it calls, and for frozen layers: states would differ.
+
+    Raises:
+        ConfigurationError: There are several ranks; on one a warning tells of it.
     """
     if carried is None:
         return
@@ -442,7 +448,12 @@ def refuse_carried_state(carried: Carried | None, plan: PipelinePlan) -> None:
 
 
 def refuse_backward_hooks(module: nn.Module, graph: LayerGraph, plan: PipelinePlan) -> None:
-    """Refuses hooks that torch calls where gradients of a module's outputs and inputs meet, on no one stage."""
+    """Refuses hooks that torch calls where gradients of a module's outputs and inputs meet, on no one stage.
+
+    Raises:
+        ConfigurationError: A layer, or a module around layers, has one, or all modules have, and there are several
+            stages.
+    """
     if len(plan.stages) == 1:
         return
     hooked = ["all modules have"] if has_global_backward_hooks() else []

@@ -178,7 +178,12 @@ class LockStep:
             self._stop()
 
     def stop_pipeline_together(self) -> None:
-        """Does the same before each batch of an evaluation, which other pipelines need not come to."""
+        """Does the same before each batch of an evaluation, which other pipelines need not come to.
+
+        Raises:
+            SIGTERMException: A rank got a signal to stop; the other pipelines will hear of it.
+            PipelineTimeoutError: As for `stop_together`.
+        """
         signalled = self._mesh.gathered([bool(self._signalled or watcher.signals)], patient=True)
         if any(map(any, signalled)):
             self._stop()

@@ -125,7 +125,12 @@ class StepWatch:
     def after_step(
         self, loss: Tensor, number: int, gradients: Sequence[Tensor | None] | None = ()
     ) -> None:
-        """Checks the loss, and gradients where an accumulation window ends; on a GPU those of the step before.
+        """Checks the gradients and the loss; on a GPU those of the step before.
+
+        Args:
+            loss: Loss of the step.
+            number: The batch's, since training began.
+            gradients: Those of this rank, summed over all ranks and an accumulation window; None before its end.
 
         Raises:
             GraphError: The step has changed since it was probed; says what it reads now.

@@ -741,7 +741,12 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             pipeline.engine.reducer.clip(pipeline.trained_by(optimizer), clip_val)
 
     def gradient_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
-        """Returns the norm of gradients of all stages, or of an optimizer's, equal on every rank; collective."""
+        """Returns the norm of the gradients of all stages, equal on every rank; a collective call.
+
+        Args:
+            optimizer: Only its parameters take part; all trained parameters if not given.
+            norm_type: Order of the norm.
+        """
         pipeline = self._running
         if pipeline.plan.runs_free:
             raise ConfigurationError(

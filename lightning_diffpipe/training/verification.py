@@ -73,7 +73,16 @@ def run_whole(
     seed: int,
     pipeline: int = 0,
 ) -> WholeRun:
-    """Runs all layers of a batch on this rank; the module must still be whole."""
+    """Runs all layers of a batch on this rank; the module must still be whole.
+
+    Args:
+        probed: The module and its step; a step of several call sequences takes the longest.
+        interception: The installed wrappers.
+        batch: One pipeline's batch, where the module is.
+        num_microbatches: As planned.
+        seed: Seed of the run.
+        pipeline: Index of this rank's pipeline, which has its own random numbers.
+    """
     module, step, graph = probed.module, probed.step, probed.graph
     steps = PartitionedStepCache(
         module, step, graph, (), Placement(((0,),)), 0, interception, next(module.parameters()).device,
@@ -112,6 +121,9 @@ def compare(
     """Runs the same batch as a pipeline and compares; leaves no gradients behind.
 
     With several pipelines side by side only losses are compared: gradients are sums over all of them.
+
+    Raises:
+        GraphError: The loss or a gradient differs by more than rounding.
     """
     with untouched(module):
         result = engine.run_step(batch, batch_index=0, reduce_gradients=engine.num_pipelines == 1)

@@ -111,11 +111,15 @@ def explain(
     budget_s: float = 30.0,
     disk_bytes_per_s: float = DISK_BYTES_PER_S,
 ) -> Explanation:
-    """Explains a plan with costs, as `find_plan` makes them.
+    """Explains a plan.
 
-    With a profile and a cluster, which may have more ranks, changes are tried for `budget_s`; else those of the
-    plan are listed. If the profile is another measurement than the plan was made from, the plan's stages are
-    simulated with it first. Each rank reads stored encodings at `disk_bytes_per_s`.
+    Args:
+        plan: A plan with costs, as `find_plan` makes them; without costs only the limit is known.
+        profile: With the cluster, lets changes be tried; without, those kept in the plan are listed. Where it is
+            another measurement than the plan was made from, the plan's stages are simulated with it first.
+        cluster: Ranks and links of the run; changes may use more ranks than it does.
+        budget_s: Seconds to spend on changes; searches that take longer are cut short.
+        disk_bytes_per_s: Rate at which each rank reads stored encodings.
 
     Raises:
         ConfigurationError: A rate that cannot be.

@@ -39,7 +39,11 @@ COLORS: dict[type[Instruction], str] = {
 
 
 def plot(timelines: Mapping[str, Timeline], path: str | Path, title: str = "") -> None:
-    """Draws timelines, by name, below each other on one scale of time, to a file of the format of its ending."""
+    """Draws timelines, by name, below each other on one scale of time, to a file whose ending chooses the format.
+
+    Raises:
+        ConfigurationError: No image is written with that ending.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
