@@ -32,6 +32,7 @@ from lightning_diffpipe.data.captioned import (
     CaptionedDataModule,
     Sample,
     collate,
+    no_loaders,
     unchanged,
 )
 from lightning_diffpipe.data.listing import Entry, decoded
@@ -405,7 +406,7 @@ class WebDatasetDataModule(CaptionedDataModule):
 
     def val_dataloader(self) -> DataLoader | list:
         """Returns the held-back shards once, in order; an empty list without any."""
-        return self._loader(_HeldBack(self), self._validation) if self._validation else []
+        return self._loader(_HeldBack(self), self._validation) if self._validation else no_loaders()
 
     def _batches_held_back(
         self, worker: int = 0, count: int = 1, size: int | None = None

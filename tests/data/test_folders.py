@@ -1,6 +1,7 @@
 import io
 import json
 import random
+import re
 import tarfile
 import time
 from types import SimpleNamespace
@@ -313,11 +314,14 @@ def test_every_epoch_of_shards_has_its_own_order(shards, num_workers):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_epoch_of_shards_has_a_length(shards, num_workers, recwarn):
-    """History: without one, a run of some epochs knew no number of steps for its learning rate."""
-    loader = data_of(shards, num_workers=num_workers).train_dataloader()
+    """History: without one, a run of some epochs knew no number of steps for its learning rate; Lightning warned
+    of it, and of the validation set that was not asked for."""
+    data = data_of(shards, num_workers=num_workers)
+    loader, one_process = data.train_dataloader(), SingleDeviceStrategy("cpu")
     assert len(loader) == len(list(loader)) == 9
-    assert has_len_all_ranks(loader, SingleDeviceStrategy("cpu"))
-    assert not [w for w in recwarn if "__len__" in str(w.message)]
+    assert has_len_all_ranks(loader, one_process)
+    has_len_all_ranks(data.val_dataloader(), one_process)
+    assert not [w for w in recwarn if re.search("__len__|Total length", str(w.message))]
 
 
 @pytest.mark.slow
