@@ -253,7 +253,9 @@ class ImageFolderDataModule(CaptionedDataModule):
             held_back = list(self.validation_buckets.values())
             return BucketBatches(held_back, self.batch_size, "smaller", shuffle)
         last = self.hparams.last_batch if self._has_buckets else "dropped"
-        return BucketBatches(list(self.train_buckets.values()), self.batch_size, last, shuffle)
+        largest_first = sorted(self.train_buckets, key=lambda shape: -shape.num_pixels)
+        buckets = [self.train_buckets[shape] for shape in largest_first]
+        return BucketBatches(buckets, self.batch_size, last, shuffle)
 
     def _loader(self, dataset: Dataset[Sample], shuffle: bool) -> DataLoader[Any]:
         if not self._has_buckets:
