@@ -38,11 +38,12 @@ OPTIONS = {"validation_share": 0.0, "num_workers": 0, "resolution": 32, "bucket_
 
 
 class InOrder(ImageFolderDataModule):
-    """Batches in the order of the files, which plain Lightning has, too."""
+    """Batches in the order of the files, which plain Lightning has, too; the shortest clips first."""
 
     def batches(self, shuffle):
         batches = super().batches(shuffle)
         batches.shuffle = False
+        batches.buckets = list(self.train_buckets.values())
         return batches
 
 
