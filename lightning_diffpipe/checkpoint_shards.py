@@ -10,7 +10,7 @@ It is written next to its place and moved there when all ranks are done. Asynchr
 to the host, and a thread writes the copy while training goes on; the threads meet in a process group of their own.
 
 Nothing in a folder depends on how the module was divided, so any number of ranks reads it.
-`python -m lightning_diffpipe.checkpoint_shards FOLDER FILE` makes an ordinary file of it. Weights are called
+`diffpipe export FOLDER FILE` makes an ordinary file of it. Weights are called
 `model.<name>`, as in Lightning's own sharded checkpoints, so that its tool
 (`python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER`) finds them; optimizer states in its file are
 found by what reads folders here.
@@ -19,7 +19,6 @@ found by what reads folders here.
 import contextlib
 import pickle
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -247,7 +246,3 @@ def _restored(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Returns a value with the tensors that its names stand for, as far as they are given."""
     by_reference = {_REFERENCE + name: tensor for name, tensor in tensors.items()}
     return pytree.tree_map_only(str, lambda text: by_reference.get(text, text), value)
-
-
-if __name__ == "__main__":
-    torch.save(read_shards(sys.argv[1], weights_only=False), sys.argv[2])

@@ -117,7 +117,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "diffpipe: there is no verb 'trian'; verbs: train, bench, data, "),
+        (["trian"], "diffpipe: there is no verb 'trian'; verbs: train, bench, export, "),
         (["train", "trainer.max_stepz=3"],
          "diffpipe train: Could not override 'trainer.max_stepz'. To append to your config use +tr"),
         (["train", "model=flux", "trainer.devices=1"],
@@ -138,6 +138,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         (["show", "plan (1).json"], "diffpipe show: cannot read plan (1).json: No such file or directory"),
         (["show", "plan.json"], "diffpipe show: cannot read plan.json: No such file or directory"),
         (["diff", "a.json"], "diffpipe diff: Missing mandatory value: after\n"),
+        (["export", ".", "whole.ckpt"], "diffpipe export: checkpoint=. is no folder of a checkpoint in shards"),
         (["show", "x", "as=trace"], "diffpipe show: as=trace is a file: add output=FILE"),
         (["plan"], "diffpipe plan: Missing mandatory value: global_batch_size\n"),
         (["sample", "path=/nowhere"], "diffpipe sample: '/nowhere' is neither a folder with a model_index.json"),
@@ -598,6 +599,24 @@ def plan_for(num_stages, profile_path, capsys, monkeypatch, *more):
     )
     assert path.exists(), err
     return path, out
+
+
+def test_a_plan_is_for_cards_that_a_folder_of_ones_own_describes(
+    profile_path, tmp_path, capsys, monkeypatch
+):
+    """As docs/planning.md has it: `conf/cluster/my_cards.yaml`."""
+    cards = tmp_path / "conf" / "cluster" / "my_cards.yaml"
+    cards.parent.mkdir(parents=True)
+    cards.write_text(
+        "num_ranks: 2\nmemory_bytes: 11e9\np2p: {bandwidth_bytes_per_s: 1e9, latency_s: 1e-5}\n"
+    )
+    chosen = "--config-dir", str(tmp_path / "conf"), "cluster=my_cards", "filling=none"
+    costs, output = (f"profile={profile_path}", "global_batch_size=4"), tmp_path / "plan.json"
+    code, out, err = call(capsys, monkeypatch, "plan", *chosen, *costs, f"output={output}")
+    assert code == 0, out + err
+    assert PipelinePlan.from_json(output.read_text()).num_ranks == 2
+    code, out, _ = call(capsys, monkeypatch, "plan", *chosen, "--help")
+    assert "my_cards" in out
 
 
 def test_a_rank_that_is_slow_to_end_does_not_make_a_failure_of_a_result(capsys, monkeypatch):

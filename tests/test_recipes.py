@@ -252,15 +252,22 @@ def test_adapters_learn_a_face_that_the_built_in_transformer_has_not_seen(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(("run", "profile"), [(run_on_forks, "flops"), row(run, "measure")])
-def test_a_recipe_trains_and_draws_on_two_processes(run, profile, tmp_path, images):
-    """Adapters of a U-Net; those of Flux are trained on two ranks in `distributed/test_adapters.py`."""
-    arguments = arguments_of("sdxl_lora", tmp_path, images)
+@pytest.mark.parametrize(
+    ("name", "run", "profile"),
+    [
+        ("sdxl_lora", run_on_forks, "flops"),
+        row("sdxl_lora", run, "measure"),
+        row("qwen_image_lora", run_on_forks, "flops"),
+    ],
+)
+def test_a_recipe_trains_and_draws_on_two_processes(name, run, profile, tmp_path, images):
+    """Adapters; those of Flux are trained on two ranks in `distributed/test_adapters.py`."""
+    arguments = arguments_of(name, tmp_path, images)
     two = ("trainer.devices=2", "strategy=two_stages", f"strategy.profile={profile}")
     two = (*two, "save_lora_every_n_steps=2")
     done = run(*arguments, *two, *DRAWN, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert opens_in_diffusers("sdxl_lora", tmp_path)
+    assert opens_in_diffusers(name, tmp_path)
     assert list((tmp_path / "run").rglob("*.png")), "no sample was drawn"
     found = every_file_of_adapters(tmp_path / "saved")
     assert all(torch.equal(v, found["step=000002"][key]) for key, v in found["saved"].items())

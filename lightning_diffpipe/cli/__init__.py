@@ -2,7 +2,7 @@
 
     launch     processes: what holds for one (offline, threads, seed, log), and several for a verb
     values     verbs by name, types of their settings; what cannot be is refused by the name the user gave it
-    training   train, bench
+    training   train, bench, export
     sampling   sample
     plans      profile, plan, show, diff
     data       data

@@ -43,7 +43,7 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_
 # Flags of Hydra that print something, and run nothing.
 _PRINTED = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 # Verbs without processes and folders of runs, that shall answer at once.
-_PRINTING = ("plan", "show", "diff", "data")
+_PRINTING = ("plan", "show", "diff", "data", "export")
 _CONF = "lightning_diffpipe.conf"
 
 
@@ -56,7 +56,7 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
     names, flags, settings = list(POSITIONS.get(name, ())), list(arguments), list[str]()
     for argument in get_args_parser().parse_intermixed_args(arguments).overrides:
         flags.remove(argument)
-        if names and ("=" not in argument or Path(argument).is_file()):
+        if names and ("=" not in argument or Path(argument).exists()):
             settings.append(f"{names.pop(0)}={quoted(argument)}")
         else:
             settings.append(re.sub(r"(?<==)~(?=/|$)", str(Path.home()), argument, count=1))

@@ -1,4 +1,4 @@
-"""`diffpipe train`, and `diffpipe bench`, which measures some steps of a training."""
+"""`diffpipe train`, `bench`, which measures some steps of a training, and `export` of a checkpoint in shards."""
 
 import signal
 import textwrap
@@ -16,6 +16,7 @@ from lightning_diffpipe.cli.values import (
     file_errors,
     named,
     plain,
+    require_writable,
     require_writable_folder,
     verb,
 )
@@ -369,3 +370,22 @@ def bench(config: DictConfig) -> Any:
         if Path(monitor["folder"]).exists():  # of a pipeline
             print(f"\n{monitor['folder']} has the plan, its timeline and a trace")
     return monitor_of_run.numbers
+
+
+@verb(
+    "make one file of a checkpoint in shards: diffpipe export RUN/checkpoints/last.ckpt whole.ckpt"
+)
+def export(config: DictConfig) -> None:
+    """Writes `checkpoint`, a folder, to `output`, a file."""
+    from lightning_diffpipe.checkpoint_files import WholeFiles
+    from lightning_diffpipe.checkpoint_shards import is_sharded, read_shards
+
+    folder, output = plain(config).values()
+    if not is_sharded(folder):
+        raise ConfigurationError(
+            f"checkpoint={folder} is no folder of a checkpoint in shards; only strategy.state_dict_type=sharded "
+            "writes such, others are files already"
+        )
+    require_writable(output)
+    WholeFiles().save_checkpoint(read_shards(folder, weights_only=False), output)
+    print(f"wrote {output}")

@@ -30,7 +30,11 @@ from lightning_diffpipe.errors import (
 VERBS: dict[str, tuple[str, Callable[[DictConfig], Any]]] = {}
 
 # Settings that may be given by position: `diffpipe show plan.json`.
-POSITIONS = {"show": ("plan",), "diff": ("before", "after")}
+POSITIONS = {
+    "show": ("plan",),
+    "diff": ("before", "after"),
+    "export": ("checkpoint", "output"),
+}
 
 _TEXT, _WHOLE = str | None, int | None
 _PROCESS: dict[str, Any] = {"seed": _WHOLE, "offline": bool, "num_threads": _WHOLE}
@@ -63,6 +67,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "show": {"plan": str, "profile": _TEXT, "output": _TEXT, "max_columns": int, "samples": int},
     "data": {"tokenizer": _TEXT, "output": _TEXT, "samples": int},
     "diff": {"before": str, "after": str},
+    "export": {"checkpoint": str, "output": str},
 }
 # Of the group `model`, where it is for `diffpipe plan`: arguments of `ModelOnPaper`.
 _PAPER = {"path": _TEXT, "device": str, "dtype": str, "expert": _TEXT, "with_reference": bool}

@@ -35,6 +35,12 @@ class Shape(NamedTuple):
     num_frames: int | None = None
     references: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def num_pixels(self) -> int:
+        """Pixels of all frames and references."""
+        own = self.height * self.width * (self.num_frames or 1)
+        return own + sum(height * width for height, width in self.references)
+
     def __str__(self) -> str:
         """Returns width x height, as images are described."""
         frames = "" if self.num_frames is None else f", {self.num_frames} frames"
@@ -99,7 +105,8 @@ class BucketBatches(Sampler[list[int]]):
     """Batches of places of samples, each out of one bucket.
 
     Attributes:
-        buckets: Places of the samples of each bucket.
+        buckets: Places of the samples of each bucket. An epoch begins with a batch of the first one, by which a run
+            is planned: give that of the largest samples, which take most memory.
         last: Treatment of a bucket's last batch if it is incomplete: it is `"filled"` with samples of the bucket
             again, `"dropped"`, or is `"smaller"`.
         shuffle: Whether samples and batches come in a random order, by the global generator, or as they are given.
@@ -126,7 +133,10 @@ class BucketBatches(Sampler[list[int]]):
             batches += [
                 list(islice(chosen, self.batch_size)) for _ in range(self.num_batches(len(members)))
             ]
-        return iter(self._order(batches))
+        order = [*self._order(batches)]
+        if order:
+            order.insert(0, order.pop(order.index(batches[0])))
+        return iter(order)
 
     def _order(self, values: Sequence[Any]) -> Sequence[Any]:
         if not self.shuffle:

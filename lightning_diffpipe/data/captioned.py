@@ -10,6 +10,7 @@ several images of any size, `(h, w, 3)` in 8 bits, which stay on the host, where
 """
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypedDict
 
@@ -71,6 +72,12 @@ def collate(samples: list[Sample]) -> Batch:
 def unchanged(batch: Batch) -> Batch:
     """Returns a batch in which references stay arrays, of which torch would make tensors."""
     return batch
+
+
+def no_loaders() -> list[Any]:
+    """Returns an empty list, which Lightning takes for a loader without batches, without its warning of that."""
+    warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
+    return []
 
 
 def share_of(name: str) -> float:
@@ -226,7 +233,7 @@ class CaptionedDataModule(L.LightningDataModule):
     def val_dataloader(self) -> DataLoader[Sample] | list[Any]:
         """Returns all held-back samples, in order; an empty list without any."""
         held_back = self.validation_set
-        return self._loader(held_back, shuffle=False) if len(held_back) else []
+        return self._loader(held_back, shuffle=False) if len(held_back) else no_loaders()
 
     def held_back_captions(self, count: int) -> list[str]:
         """Returns up to `count` captions of the samples held back, spread over them, for samples in training."""

@@ -17,129 +17,35 @@ import importlib.util
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
-from pathlib import Path, PurePath
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from PIL import Image, ImageColor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_diffpipe.data.buckets import Batches, BucketBatches, Last, Shape, Sizes, grouped
-from lightning_diffpipe.data.captioned import (
-    MADE,
-    CaptionedDataModule,
-    Sample,
-    share_of,
-    unchanged,
-)
+from lightning_diffpipe.data.buckets import Batches, BucketBatches, Last, Shape, grouped
+from lightning_diffpipe.data.captioned import CaptionedDataModule, Sample, share_of, unchanged
 from lightning_diffpipe.data.listing import Entry, Listing
-from lightning_diffpipe.data.pixels import (
-    Augmentation,
-    read_reference,
-    read_sample,
-    read_video,
-    reading,
-    size_of,
-    to_pixels,
-    too_short,
-    video_size,
-)
-from lightning_diffpipe.errors import (
-    ConfigurationError,
-    DataError,
-    require_choice,
-    require_flags,
-    require_number,
-)
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A folder of images among several.
-
-    Attributes:
-        folder: Path of the folder.
-        repeats: Number of times that an epoch takes each of its images.
-        weight: Weight of its losses, such as those of a prior next to a subject.
-
-    Raises:
-        ConfigurationError: A number that cannot be.
-    """
-
-    folder: str
-    repeats: int = 1
-    weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_number("repeats", self.repeats, 1, whole=True)
-        require_number("weight", self.weight, 0)
-
-    @classmethod
-    def of(cls, given: Any) -> Folder:
-        """Returns the folder that a path, or a mapping of its attributes, names."""
-        if isinstance(given, str | PurePath):
-            return cls(str(given))
-        known = [each.name for each in fields(cls)]
-        if not set(given) <= set(known):
-            raise ConfigurationError(
-                f"folder={dict(given)} may have {', '.join(known)}; leave others out"
-            )
-        return cls(**{**given, "folder": str(given.get("folder"))})
+from lightning_diffpipe.data.pixels import Augmentation
+from lightning_diffpipe.data.reader import SampleReader, Source
+from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 
 
 @dataclass(eq=False)
 class FolderSamples(Dataset[Sample]):
-    """Images or videos of folders.
-
-    Attributes:
-        augmentation: Random crops, mirroring and captions.
-        background: Colour that shows where images are transparent.
-        alpha: Whether the alpha channel is the mask.
-        is_weighted: Whether samples have weights.
-    """
+    """Images or videos of folders, each in its shape."""
 
     entries: list[Entry]
     shapes: list[Shape]
-    augmentation: Augmentation
-    background: str
-    alpha: bool
-    is_weighted: bool
+    reader: SampleReader
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def __getitem__(self, index: int) -> Sample:
-        entry, shape = self.entries[index], self.shapes[index]
-        crop = self.augmentation.crop(shape.height, shape.width)
-        caption = self.augmentation.caption(entry.caption)
-        sample: Sample
-        if shape.num_frames is not None:
-            with reading(entry.called()):
-                video = read_video(entry.path, shape.num_frames, crop, self.background)
-            sample = {"video": video, "caption": caption}
-            for kind, file in entry.companions.items():
-                with reading(entry.called(file)), Image.open(file) as image:
-                    sample[kind] = (to_pixels(image, crop, self.background) + 1) / 2
-        else:
-            others = {kind: (file, entry.called(file)) for kind, file in entry.companions.items()}
-            others.pop("references", None)
-            sample = read_sample(
-                entry.path, caption, crop, self.background, entry.called(), others, self.alpha
-            )
-        if shape.references:
-            sample["references"] = []
-            for file, (height, width) in zip(
-                entry.companions["references"], shape.references, strict=True
-            ):
-                # Cut and mirrored as the image, as far as shapes allow.
-                its_crop = replace(crop, height=height, width=width)
-                reference = read_reference(file, its_crop, self.background, entry.called(file))
-                sample["references"].append(reference)
-        if self.is_weighted:
-            sample["weight"] = torch.tensor(entry.weight)
-        return sample
+        return self.reader.read(self.entries[index], self.shapes[index])
 
 
 class ImageFolderDataModule(CaptionedDataModule):
@@ -147,7 +53,7 @@ class ImageFolderDataModule(CaptionedDataModule):
 
     Args:
         folder: Holds images and their captions; or a list of folders, each a path or a mapping such as
-            `{"folder": "cats", "repeats": 10, "weight": 1.0}` (see `Folder`).
+            `{"folder": "cats", "repeats": 10, "weight": 1.0}` (see `Source`).
         resolution: Width and height of the images, in pixels; with buckets, the side of a square of their area.
         caption_key: The key of the metadata that holds the caption.
         validation_share: Share of the images that is held back.
@@ -206,48 +112,18 @@ class ImageFolderDataModule(CaptionedDataModule):
         **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
-        ImageColor.getrgb(str(background))  # or it raises ValueError
-        require_number("resolution", resolution, 1, whole=True)
         require_number("validation_share", validation_share, 0, 1)
-        require_flags(buckets=buckets, enlarge=enlarge)
         for name, value in (("condition", condition), ("references", references), ("mask", mask)):
             if value == "" or not isinstance(value, str | None):
                 raise ConfigurationError(f"{name}={value!r} must be one key, or a folder")
-        if buckets:
-            require_number("bucket_step", bucket_step, 1, resolution, whole=True)
-        require_choice("last_batch", last_batch, ("filled", "dropped", "smaller"))
-        self._frames: list[int] = []
-        if num_frames is not None:
-            is_several = isinstance(num_frames, Sequence) and num_frames
-            self._frames = list(num_frames) if is_several else [num_frames]
-            for number in self._frames:
-                require_number("num_frames", number, 1, whole=True)
-            self._frames.sort()
-            computed = condition if condition in MADE else None
-            others = {"condition": computed, "references": references, "mask": mask}
-            for name, value in others.items():
-                if value is not None:
-                    raise ConfigurationError(
-                        f"{name}={value!r} is for images; leave it or num_frames={num_frames} out"
-                    )
-        self._augmentation = Augmentation(**augmentation)
-        folders = [folder] if isinstance(folder, str | PurePath | Mapping) else folder
-        if not (isinstance(folders, Sequence) and folders):
-            raise ConfigurationError(f"folder={folder!r} names no folder; name one with images")
-        self._folders = [Folder.of(each) for each in folders]
-        self._sizes = Sizes(resolution, bucket_step, enlarge) if buckets else None
+        refusal = f"folder={folder!r} names no folder; name one with images"
+        self._folders = Source.several(folder, "folder", refusal)
         self._split: list[dict[str, Any]] = []
         self.left_out: list[DataError] = []
-        # A checkpoint of plain values can be read without trusting it.
-        is_one = isinstance(folder, str | PurePath)
-        folder = str(folder) if is_one else [vars(each) for each in self._folders]
-        num_frames = self._frames if isinstance(num_frames, Sequence) else num_frames
+        folder = Source.plain(folder, "folder", self._folders)
+        num_frames = list(num_frames) if isinstance(num_frames, Sequence) else num_frames
         self.save_hyperparameters()
-
-    @property
-    def sizes(self) -> list[tuple[int, int]]:
-        """Heights and widths that images may be given; smaller ones are multiples of the step, too."""
-        return self._sizes.all if self._sizes else [(self.hparams.resolution,) * 2]
+        self._reader = SampleReader(self.hparams, Augmentation(**augmentation), self._folders)
 
     def setup(self, stage: str) -> None:
         """Reads listings, and with buckets the sizes of images; splits them, and says what an epoch is.
@@ -260,19 +136,17 @@ class ImageFolderDataModule(CaptionedDataModule):
         self.read_files()
         h, (train, held_back) = self.hparams, self._split
         if stage == "fit" and not train["entries"]:
-            names = ", ".join(folder.folder for folder in self._folders)
+            names = ", ".join(folder.path for folder in self._folders)
             raise ConfigurationError(
                 f"all {len(held_back['entries'])} images of {names} are held back, and none is left to train on: "
                 f"add images, or lower validation_share={h.validation_share} (data.validation_share)"
             )
         if stage == "fit" and self._has_buckets:
             rank_zero_info(self.described())
-        is_weighted = any(folder.weight != 1 for folder in self._folders)
-        common = h.background, h.mask == "alpha", is_weighted
         self._use(
-            FolderSamples(*train.values(), self._augmentation, *common),
-            FolderSamples(*held_back.values(), self._augmentation.held_back(), *common),
-            h.condition if h.condition in MADE else None,
+            FolderSamples(*train.values(), self._reader),
+            FolderSamples(*held_back.values(), self._reader.held_back()),
+            None,
             [list(self.train_buckets.values()), list(self.validation_buckets.values())],
         )
 
@@ -298,17 +172,20 @@ class ImageFolderDataModule(CaptionedDataModule):
         if self._split:
             return
         h = self.hparams
-        keys = {"condition": h.condition, "references": h.references, "mask": h.mask}
-        without_file = {*MADE, "alpha", None}
-        companions = {kind: key for kind, key in keys.items() if key not in without_file}
         split: list[dict[str, Any]] = [{"entries": [], "shapes": []} for _ in range(2)]
         for folder in self._folders:
-            path = Path(folder.folder)
+            path = Path(folder.path)
             listing = Listing(
-                path, h.caption_key, companions, bool(self._frames), not h.get("trigger")
+                path,
+                h.caption_key,
+                self._reader.companions,
+                bool(self._reader.frames),
+                not h.get("trigger"),
             )
             entries, errors = listing.read(self.on_error)
-            files = [entry.path for entry in entries if self._frames and entry.path.is_file()]
+            files = [
+                entry.path for entry in entries if self._reader.frames and entry.path.is_file()
+            ]
             if files and importlib.util.find_spec("av") is None:  # else each would be called broken
                 raise ConfigurationError(
                     f"{files[0]} needs the package av to be decoded; run: pip install "
@@ -346,9 +223,8 @@ class ImageFolderDataModule(CaptionedDataModule):
         self, entries: list[Entry], errors: list[DataError]
     ) -> Iterable[tuple[Entry, Shape]]:
         """Yields each entry with its shape; adds to the errors if its header cannot be read."""
-        if not self._has_buckets:
-            side, frames = self.hparams.resolution, self._frames[0] if self._frames else None
-            yield from ((entry, Shape(side, side, frames)) for entry in entries)
+        if not self._reader.has_shapes:
+            yield from ((entry, self._reader.shape(entry)) for entry in entries)
             return
         with ThreadPoolExecutor(16) as threads:  # which wait for a disk or a network
             for entry, shape in zip(entries, threads.map(self._shape, entries), strict=True):
@@ -363,27 +239,11 @@ class ImageFolderDataModule(CaptionedDataModule):
     @property
     def _has_buckets(self) -> bool:
         several = self.hparams.references is not None  # one, or two, or in several shapes
-        return self._sizes is not None or len(self._frames) > 1 or several
+        return self._reader.has_shapes or several
 
     def _shape(self, entry: Entry) -> Shape | DataError:
-        """Returns the shape that an entry gets, by its header, or the error if it cannot be used."""
-        side, frames = self.hparams.resolution, None
         try:
-            with reading(entry.called()):
-                if self._frames:
-                    width, height, num_frames = video_size(entry.path)
-                    frames = max((n for n in self._frames if n <= num_frames), default=None)
-                    if frames is None:
-                        raise too_short(entry.path, num_frames, self._frames[0])
-                else:
-                    with Image.open(entry.path) as image:
-                        width, height = size_of(image)
-                sized = self._sizes.of if self._sizes else lambda *_: (side, side)
-                size, references = sized(height, width), []
-            for file in entry.companions.get("references", ()):
-                with reading(entry.called(file)), Image.open(file) as image:
-                    references.append(sized(*reversed(size_of(image))))
-            return Shape(*size, frames, tuple(references))
+            return self._reader.shape(entry)
         except DataError as error:
             return error
 
@@ -393,7 +253,9 @@ class ImageFolderDataModule(CaptionedDataModule):
             held_back = list(self.validation_buckets.values())
             return BucketBatches(held_back, self.batch_size, "smaller", shuffle)
         last = self.hparams.last_batch if self._has_buckets else "dropped"
-        return BucketBatches(list(self.train_buckets.values()), self.batch_size, last, shuffle)
+        largest_first = sorted(self.train_buckets, key=lambda shape: -shape.num_pixels)
+        buckets = [self.train_buckets[shape] for shape in largest_first]
+        return BucketBatches(buckets, self.batch_size, last, shuffle)
 
     def _loader(self, dataset: Dataset[Sample], shuffle: bool) -> DataLoader[Any]:
         if not self._has_buckets:

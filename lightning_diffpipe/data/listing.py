@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from PIL import Image
@@ -42,19 +42,20 @@ class Entry(NamedTuple):
     """An image or video, its caption, its companion files by kind, and its origin for messages.
 
     Attributes:
+        path: Path of the image, or its content, whose text is its name.
         companions: Files of a `"condition"`, a `"mask"` and the first, second, ... of `"references"` (in a tuple),
             as far as they are asked for.
         where: The listing and line, or the file of the caption, for messages.
         weight: Weight of its loss.
     """
 
-    path: Path
+    path: Path | IO[bytes]
     caption: str
     companions: Mapping[str, Any]
     where: str
     weight: float = 1.0
 
-    def called(self, file: Path | None = None) -> str:
+    def called(self, file: Path | IO[bytes] | None = None) -> str:
         """Returns the name of the image, or of a file next to it, in messages."""
         return f"{file or self.path} ({self.where})"
 
@@ -125,7 +126,7 @@ class Listing:
                 for number, line in lines
                 if line.strip()
             ]
-        text = io.StringIO(_decoded(content, str(listing)), newline="")
+        text = io.StringIO(decoded(content, str(listing)), newline="")
         rows = csv.DictReader(text, strict=True)  # else an open quote takes in the lines after it
         try:
             return [
@@ -139,7 +140,7 @@ class Listing:
             ) from error
 
     def _of_line(self, line: bytes, where: str) -> Entry:
-        text = _decoded(line, f"{self.folder / where}")
+        text = decoded(line, f"{self.folder / where}")
         try:
             return self._of_values(json.loads(text), where)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -297,7 +298,8 @@ def _several(value: Any, called: str) -> list[str]:
     )
 
 
-def _decoded(content: bytes, where: str) -> str:
+def decoded(content: bytes, where: str) -> str:
+    """Returns content as text; raises DataError if it is no UTF-8."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -308,4 +310,4 @@ def _decoded(content: bytes, where: str) -> str:
 
 def _caption_in(path: Path) -> str:
     """Returns the words of a file, in one line."""
-    return " ".join(_decoded(path.read_bytes(), str(path)).split())
+    return " ".join(decoded(path.read_bytes(), str(path)).split())

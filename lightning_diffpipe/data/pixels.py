@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -263,11 +263,14 @@ def read_reference(file: IO[bytes] | Path, crop: Crop, background: str, name: st
         return levels.round().byte().permute(1, 2, 0).contiguous().numpy()
 
 
-def read_video(path: Path, num_frames: int, crop: Crop, background: str = "white") -> Tensor:
+def read_video(
+    path: Path | IO[bytes], num_frames: int, crop: Crop, background: str = "white"
+) -> Tensor:
     """Reads successive frames out of the middle of a video.
 
     Args:
-        path: A file, or a folder whose images are the frames, in the order of the numbers in their names.
+        path: A file, its content, or a folder whose images are the frames, in the order of the numbers in their
+            names.
         num_frames: Number of frames.
         crop: Crop of each frame.
         background: Argument of `to_pixels`.
@@ -278,7 +281,7 @@ def read_video(path: Path, num_frames: int, crop: Crop, background: str = "white
     Raises:
         DataError: It has fewer frames.
     """
-    if path.is_file():
+    if not _is_folder(path):
         frames = _decoded(path, num_frames, crop, background)
     else:
         files, frames = _frames(path), []
@@ -291,9 +294,9 @@ def read_video(path: Path, num_frames: int, crop: Crop, background: str = "white
     return torch.stack(frames, 1)
 
 
-def video_size(path: Path) -> tuple[int, int, int]:
+def video_size(path: Path | IO[bytes]) -> tuple[int, int, int]:
     """Returns width, height and number of frames of a video, a file or a folder, as it is shown."""
-    if path.is_dir():
+    if _is_folder(path):
         files = _frames(path)
         if not files:
             raise too_short(path, 0, 1)
@@ -305,11 +308,15 @@ def video_size(path: Path) -> tuple[int, int, int]:
         return *_shown(next(container.decode(video=0)), container).size, count
 
 
-def too_short(path: Path, there: int, wanted: int) -> DataError:
+def too_short(path: Path | IO[bytes], there: int, wanted: int) -> DataError:
     """Returns the error of a video with fewer frames than needed."""
     return DataError(
         f"{path} has {there} frames, and num_frames={wanted} are wanted (data.num_frames)"
     )
+
+
+def _is_folder(path: Path | IO[bytes]) -> TypeGuard[Path]:
+    return isinstance(path, Path) and path.is_dir()
 
 
 def _frames(folder: Path) -> list[Path]:
@@ -329,10 +336,12 @@ def _count(container: Any) -> int:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path | IO[bytes]) -> Iterator[Any]:
     import av
 
-    with av.open(str(path)) as container:
+    if not isinstance(path, Path):
+        path.seek(0)
+    with av.open(str(path) if isinstance(path, Path) else path) as container:
         if not container.streams.video:
             raise ValueError("there is sound in it, and no video")
         yield container
@@ -346,7 +355,7 @@ def _shown(frame: Any, container: Any) -> Image.Image:
     return image.rotate(frame.rotation, expand=True)  # by quarters, which moves pixels only
 
 
-def _decoded(path: Path, num_frames: int, crop: Crop, background: str) -> list[Tensor]:
+def _decoded(path: Path | IO[bytes], num_frames: int, crop: Crop, background: str) -> list[Tensor]:
     with _opened(path) as container:  # counts without decoding
         count = _count(container)
     stop = max(0, (count - num_frames) // 2) + num_frames

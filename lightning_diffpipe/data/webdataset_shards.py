@@ -1,7 +1,7 @@
 """Tar shards in webdataset's layout: `000.jpg`, `000.txt`, `001.jpg`, `001.txt`, ...
 
 A second image may lie next to each for a ControlNet, `000.cond.png` if the condition is called `"cond.png"`; a mask
-and references alike.
+and references alike. With buckets, samples wait, as they are stored, until there is a batch of their shape.
 
 Reading shards front to back keeps disks and object stores streaming where millions of small files
 would not. The package `webdataset` is optional: `pip install lightning-diffpipe[webdataset]`.
@@ -9,36 +9,51 @@ would not. The package `webdataset` is optional: `pip install lightning-diffpipe
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
+import json
 import logging
 import re
 import tarfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from PIL import ImageColor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lightning_diffpipe.data.buckets import Last, Shape
 from lightning_diffpipe.data.captioned import (
-    MADE,
     Batch,
     CaptionedDataModule,
     Sample,
     collate,
+    no_loaders,
     unchanged,
 )
-from lightning_diffpipe.data.pixels import Augmentation, read_reference, read_sample
+from lightning_diffpipe.data.listing import Entry, decoded
+from lightning_diffpipe.data.pixels import IMAGES, VIDEOS, Augmentation
+from lightning_diffpipe.data.reader import SampleReader, Source
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 
 _log = logging.getLogger(__name__)
-_IMAGES = ("jpg", "jpeg", "png", "webp")
+_Read = Callable[[], Sample]
+
+
+class _File(io.BytesIO):
+    """The content of a file in a shard, whose text is its name."""
+
+    def __init__(self, content: bytes, name: str) -> None:
+        super().__init__(content)
+        self._name = name
+
+    def __str__(self) -> str:
+        return self._name
 
 
 class _Member(tarfile.TarInfo):
@@ -62,7 +77,7 @@ class _Epochs(IterableDataset[Batch]):
 
     def __init__(self, data: WebDatasetDataModule, num_batches: int, rank: int) -> None:
         self._data, self._num_batches, self._rank = data, num_batches, rank
-        self._skipped = self._num_read = 0
+        self._skipped = 0
 
     def skip_batches(self, count: int) -> None:
         """Makes later epochs begin with a later batch, for a run that continues in the middle of one."""
@@ -79,37 +94,16 @@ class _Epochs(IterableDataset[Batch]):
 
     def _batches(self, worker: int, count: int, skipped: int) -> Iterator[Batch]:
         data, epoch = self._data, getattr(self._data.trainer, "current_epoch", 0)
-        stored = self._endless(epoch, worker, count)
-        num_skipped = len(range(worker, skipped, count))
-        before = data.batch_size * num_skipped
-        if data.on_error == "raise":  # else it has to be read which samples are left out
-            stored, before = itertools.islice(stored, before, None), 0
-        samples = self._counted(data._read(data._augmentation, stored))
-        for _ in itertools.islice(samples, before):
-            pass
-        for number in range(worker + count * num_skipped, self._num_batches, count):
+        seeds = (derived_seed(data.hparams.seed, "shards", epoch, n) for n in itertools.count())
+        last = data.hparams.last_batch if data._reader.has_shapes else None
+        batches = data._gathered(data._train, data._reader, last, seeds, worker, count)
+        for number in range(worker, self._num_batches, count):
             seed = derived_seed(data.hparams.seed, "augmentation", self._rank, epoch, number)
             with isolated_random_numbers(seed):
-                batch = collate(list(itertools.islice(samples, data.batch_size)))
-            yield batch
-
-    def _counted(self, samples: Iterator[Sample]) -> Iterator[Sample]:
-        for sample in samples:
-            self._num_read += 1
-            yield sample
-
-    def _endless(self, epoch: int, worker: int, count: int) -> Iterator[Any]:
-        data = self._data
-        for repetition in itertools.count():
-            sample, read_before = None, self._num_read
-            seed = derived_seed(data.hparams.seed, "shards", epoch, repetition)
-            for sample in data._stored(data.hparams.train_shards, seed, worker, count):
-                yield sample
-            if sample is None or (data.on_error == "skip" and self._num_read == read_before):
-                raise ConfigurationError(
-                    "training shards hold no sample with an image (jpg, jpeg, png or webp) and a txt that can be "
-                    "read; warnings above say what was left out, if on_error=skip"
-                )
+                reads = next(batches)
+                batch = collate([read() for read in reads]) if number >= skipped else None
+            if batch is not None:
+                yield batch
 
 
 class _HeldBack(IterableDataset[Batch]):
@@ -119,9 +113,8 @@ class _HeldBack(IterableDataset[Batch]):
         self._data = data
 
     def __iter__(self) -> Iterator[Batch]:
-        samples = self._data._samples_held_back(*_worker())
-        while batch := list(itertools.islice(samples, self._data.batch_size)):
-            yield collate(batch)
+        for reads in self._data._batches_held_back(*_worker()):
+            yield collate([read() for read in reads])
 
 
 def _worker() -> tuple[int, int]:
@@ -136,26 +129,41 @@ class WebDatasetDataModule(CaptionedDataModule):
     Each pipeline reads its own samples, on one of its ranks: shards are dealt out by what the strategy names.
 
     Args:
-        train_shards: Brace pattern of the training shards, such as `"data/{000..099}.tar"`.
-        validation_shards: Brace pattern of the held-back shards; `None` for no validation.
+        train_shards: Brace pattern of the training shards, such as `"data/{000..099}.tar"`; or a list of patterns,
+            each a text or a mapping such as `{"shards": "cats/{0..9}.tar", "repeats": 10, "weight": 1.0}` (see
+            `Source`).
+        validation_shards: The held-back shards, likewise; `None` for no validation.
         samples_per_epoch: Training samples in an epoch, over all ranks; a stream has no length. Every epoch begins
             with all shards in an order of its own.
-        resolution: Width and height of the images, in pixels.
+        resolution: Width and height of the images, in pixels; with buckets, the side of a square of their area.
+        caption_key: The key of a JSON file next to each image (`000.json`) that holds the caption; None for a text
+            (`000.txt`).
         shuffle_buffer: Samples held in memory, of which the next one is chosen.
         batch_size: Samples per batch on each data-parallel rank.
         num_workers: Worker processes that decode images; no more than a rank has shards are started.
         seed: Order of shards and samples; the same on every rank.
         condition: Condition of a ControlNet: `"edges"` of the image, or the extension under which shards have a
-            second image, such as `"cond.png"`; None for nothing.
+            second image, such as `"cond.png"`; None for nothing. With `num_frames` the image that a video begins
+            with.
         references: References of a pipeline that edits images: the extension under which shards have another
             image, of any shape, or those of several, such as `["her.png", "hat.png"]`; None for nothing.
         on_error: Treatment of samples that cannot be used, and of the rest of shards that are cut short:
             `"raise"` ends the run with an error that names shard and sample, `"skip"` leaves them out and says
             their number.
+        num_frames: Successive frames of each video (`000.mp4`), out of its middle; of several numbers each has the
+            largest that it can. None for images.
         background: Colour that shows where images are transparent: a name, or such as `"#ff8000"`.
+        buckets: Whether images keep about their ratio of sides, at about the same area (`buckets.py`), instead of
+            the middle square.
+        bucket_step: Number of pixels of which sides are multiples, with buckets.
+        enlarge: Whether buckets may enlarge images.
+        last_batch: Treatment of the samples of a bucket that wait for others when all shards of a worker have been
+            read: `"filled"` with the same ones again, `"dropped"`, or trained as a `"smaller"` batch. Without
+            buckets they wait for the shards to be read again. What waits at the end of an epoch is left out.
         mask: Mask of the loss: `"alpha"` for the images' alpha channel, or the extension under which shards
             have grey images, such as `"mask.png"`; None for everywhere.
         augmentation: Settings of `Augmentation`: flip, random_crop, shuffle_tags, drop_tags, keep_tags, trigger.
+            With the last one images may have no caption.
 
     Raises:
         ImportError: The package webdataset is missing.
@@ -165,9 +173,9 @@ class WebDatasetDataModule(CaptionedDataModule):
 
     def __init__(
         self,
-        train_shards: str,
+        train_shards: str | Sequence[str | Mapping[str, Any]],
         samples_per_epoch: int,
-        validation_shards: str | None = None,
+        validation_shards: str | Sequence[str | Mapping[str, Any]] | None = None,
         resolution: int = 512,
         shuffle_buffer: int = 1000,
         batch_size: int = 16,
@@ -178,23 +186,34 @@ class WebDatasetDataModule(CaptionedDataModule):
         on_error: Literal["raise", "skip"] = "raise",
         background: str = "white",
         mask: str | None = None,
+        caption_key: str | None = None,
+        num_frames: int | Sequence[int] | None = None,
+        buckets: bool = False,
+        bucket_step: int = 64,
+        enlarge: bool = False,
+        last_batch: Last = "filled",
         **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
-        ImageColor.getrgb(str(background))  # or it raises ValueError
-        self._augmentation = Augmentation(**augmentation)
-        self._references = [references] if isinstance(references, str) else list(references or ())
-        if not (isinstance(train_shards, str) and isinstance(validation_shards, str | None)):
-            given = f"train_shards={train_shards!r} and validation_shards={validation_shards!r}"
-            raise ConfigurationError(f"{given} must be brace patterns of tar files")
+        given = f"train_shards={train_shards!r} and validation_shards={validation_shards!r}"
+        refusal = f"{given} must be brace patterns of tar files"
+        self._train = Source.several(train_shards, "shards", refusal)
+        self._validation: list[Source] = []
+        if validation_shards is not None:
+            self._validation = Source.several(validation_shards, "shards", refusal)
+            validation_shards = Source.plain(validation_shards, "shards", self._validation)
         require_number("samples_per_epoch", samples_per_epoch, 1, whole=True)
         require_number("shuffle_buffer", shuffle_buffer, 0, whole=True)
-        require_number("resolution", resolution, 1, whole=True)
         import webdataset  # of the extra lightning-diffpipe[webdataset]
 
         self._webdataset = webdataset
         self._left_out = torch.zeros(1 + num_workers, dtype=torch.int64).share_memory_()
+        train_shards = Source.plain(train_shards, "shards", self._train)
+        num_frames = list(num_frames) if isinstance(num_frames, Sequence) else num_frames
+        references = references if isinstance(references, str | None) else list(references)
         self.save_hyperparameters()
+        sources = self._train + self._validation
+        self._reader = SampleReader(self.hparams, Augmentation(**augmentation), sources)
 
     def _data_parallel(self) -> tuple[int, int]:
         """Returns this rank's place among the data-parallel ranks, and their number."""
@@ -202,12 +221,14 @@ class WebDatasetDataModule(CaptionedDataModule):
         kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {}
         return kwargs.get("rank", 0), kwargs.get("num_replicas", 1)
 
-    def _stored(self, shards: str, seed: int | None, worker: int = 0, count: int = 1) -> Any:
+    def _stored(
+        self, shards: list[Source], seed: int | None, worker: int = 0, count: int = 1
+    ) -> Any:
         """Returns the samples of a worker's shards once, as files by extension; in order without a seed."""
         wds = self._webdataset
         rank, num_ranks = self._data_parallel()
         stages = [
-            wds.SimpleShardList(shards, seed=seed),
+            wds.SimpleShardList(self._urls(shards), seed=seed),
             wds.slice(rank, None, num_ranks),
             wds.slice(worker, None, count),
             partial(wds.tariterators.url_opener, handler=self._refuse_shard),
@@ -251,44 +272,92 @@ class WebDatasetDataModule(CaptionedDataModule):
         self._left_out[worker.id + 1 if worker else 0] += 1
         _log.warning("left out (on_error=skip): %s", error)
 
-    def _read(self, augmentation: Augmentation, stored: Iterable[Any]) -> Iterator[Sample]:
-        """Yields samples of files, without those that are left out."""
-        for files in stored:
-            try:
-                yield self._sample(augmentation, files)
-            except DataError as error:
-                if self.on_error == "raise":
-                    raise
-                self._count_left_out(error)
+    def _gathered(
+        self,
+        shards: list[Source],
+        reader: SampleReader,
+        last: Last | None,
+        seeds: Iterable[int | None],
+        worker: int,
+        count: int,
+        size: int | None = None,
+    ) -> Iterator[list[_Read]]:
+        """Yields batches of one shape, as functions that read samples, out of a worker's shards once for each seed.
 
-    def _sample(self, augmentation: Augmentation, files: Mapping[str, Any]) -> Sample:
-        h = self.hparams
-        where = f"sample {files['__key__']!r} of {files['__url__']}"
-        kinds = {"condition": h.condition, "mask": h.mask}
-        companions = {kind: end for kind, end in kinds.items() if end not in (*MADE, "alpha", None)}
-        image = next((end for end in _IMAGES if end in files), None)
-        needed = {f"image ({', '.join(_IMAGES)})": image, "txt": "txt"}
-        needed |= {end: end for end in (*companions.values(), *self._references)}
+        What waits for a batch when shards have been read is treated as `last` says; None: it waits on.
+        """
+        size = size or self.batch_size
+        weights = {url: each.weight for each in shards for url in self._urls([each])}
+        waiting: dict[Shape, list[_Read]] = {}
+        for seed in seeds:
+            num_batches = 0
+            for files in self._stored(shards, seed, worker, count):
+                try:
+                    entry = self._entry(files, weights)
+                    shape = reader.shape(entry)
+                    read = partial(reader.read, entry, shape)
+                    if (
+                        self.on_error == "skip"
+                    ):  # whether it can be read decides who is in the batch
+                        read = partial(lambda sample: sample, read())
+                except DataError as error:
+                    if self.on_error == "raise":
+                        raise
+                    self._count_left_out(error)
+                    continue
+                waiting.setdefault(shape, []).append(read)
+                if len(waiting[shape]) == size:
+                    num_batches += 1
+                    yield waiting.pop(shape)
+            if last in ("filled", "smaller"):
+                for reads in waiting.values():
+                    num_batches += 1
+                    yield (
+                        reads
+                        if last == "smaller"
+                        else list(itertools.islice(itertools.cycle(reads), size))
+                    )
+            if last is not None:
+                waiting.clear()
+            if seed is not None and not (num_batches or waiting):
+                raise ConfigurationError(
+                    f"training shards hold no sample that can be read (warnings above say what was left out, if "
+                    f"on_error=skip), or with last_batch=dropped fewer than the {size} of a batch in each bucket"
+                )
+
+    def _entry(self, files: Mapping[str, Any], weights: Mapping[str, float]) -> Entry:
+        """Returns what a sample consists of; raises DataError if a part of it is missing."""
+        h, url, reader = self.hparams, files["__url__"], self._reader
+        others = {
+            kind: key if isinstance(key, list) else [key] for kind, key in reader.companions.items()
+        }
+        endings = VIDEOS if reader.frames else IMAGES
+        ends = list(itertools.chain(*others.values()))
+        shown = next((e for e in files if f".{e}" in endings and e not in ends), None)
+        text = "txt" if h.caption_key is None else "json"
+        needed = {("video" if reader.frames else "image"): shown, **{end: end for end in ends}}
+        needed |= {} if h.get("trigger") else {text: text}
         if missing := [name for name, end in needed.items() if end not in files]:
-            raise DataError(f"{where} has no {' and no '.join(missing)}")
-        try:
-            caption = files["txt"].decode()
-        except UnicodeDecodeError as error:
-            raise DataError(f"the caption of {where} is no UTF-8 ({error.reason})") from error
-        opened = lambda end: (io.BytesIO(files[end]), f"{end} of {where}")
-        others = {kind: opened(end) for kind, end in companions.items()}
-        crop, caption = augmentation.crop(h.resolution, h.resolution), augmentation.caption(caption)
-        # Not by webdataset, which cuts images of 16 bits off at 255.
-        arguments = io.BytesIO(files[image]), caption, crop, h.background, f"the image of {where}"
-        sample = read_sample(*arguments, others, alpha=h.mask == "alpha")
-        if h.condition in MADE:
-            sample["condition"] = MADE[h.condition](sample["image"])
-        if self._references:
-            sample["references"] = [
-                read_reference(io.BytesIO(files[end]), crop, h.background, f"{end} of {where}")
-                for end in self._references
-            ]
-        return sample
+            raise DataError(
+                f"sample {files['__key__']!r} of {url} has no {' and no '.join(missing)}"
+            )
+        called = lambda end: f"{files['__key__']}.{end}"
+        caption = self._caption(files[text], f"{called(text)} of {url}") if text in files else ""
+        opened = lambda end: _File(files[end], called(end))
+        companions = {
+            kind: tuple(map(opened, its)) if kind == "references" else opened(its[0])
+            for kind, its in others.items()
+        }
+        return Entry(opened(shown), caption, companions, str(url), weights[url])
+
+    def _caption(self, content: bytes, where: str) -> str:
+        key, text = self.hparams.caption_key, decoded(content, where)
+        if key is None:
+            return " ".join(text.split())
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            if isinstance(caption := json.loads(text)[key], str):
+                return caption
+        raise DataError(f"{where}: expected a text under {key!r}, but found {text[:80]!r}")
 
     def teardown(self, stage: str) -> None:
         """Warns of the number of samples that were left out."""
@@ -299,23 +368,24 @@ class WebDatasetDataModule(CaptionedDataModule):
 
     def read_files(self) -> None:
         """Looks for all shards, before processes start; raises DataError for one that does not exist."""
-        for shards in (self.hparams.train_shards, self.hparams.validation_shards):
-            if shards is not None:
-                self._shards(shards)
+        for shards in (self._train, self._validation):
+            for name in self._urls(shards):
+                if "://" not in name and not name.startswith("pipe:") and not Path(name).is_file():
+                    patterns = ", ".join(each.path for each in shards)
+                    raise DataError(f"the shard {name} ({patterns}) does not exist")
 
-    def _shards(self, pattern: str) -> list[str]:
-        names = self._webdataset.SimpleShardList(pattern).urls
-        for name in names:
-            if "://" not in name and not name.startswith("pipe:") and not Path(name).is_file():
-                raise DataError(f"the shard {name} ({pattern}) does not exist")
-        return names
+    def _urls(self, shards: list[Source]) -> list[str]:
+        expand = self._webdataset.SimpleShardList
+        return [url for each in shards for url in expand(each.path).urls * each.repeats]
 
-    def _loader(self, stream: Any, shards: str) -> DataLoader:
+    def _loader(self, stream: Any, shards: list[Source]) -> DataLoader:
+        self.read_files()
         rank, num_ranks = self._data_parallel()
-        num_shards = len(self._shards(shards))
+        num_shards = len(self._urls(shards))
         if num_shards < num_ranks:
+            patterns = ", ".join(each.path for each in shards)
             raise ConfigurationError(
-                f"{num_shards} shards ({shards}) cannot be dealt out to {num_ranks} data-parallel ranks, each of "
+                f"{num_shards} shards ({patterns}) cannot be dealt out to {num_ranks} data-parallel ranks, each of "
                 f"which reads its own; write at least {num_ranks} shards, or train with fewer pipelines"
             )
         return DataLoader(
@@ -332,18 +402,19 @@ class WebDatasetDataModule(CaptionedDataModule):
         batches = max(1, h.samples_per_epoch // (h.batch_size * num_ranks))
         # Lightning warns of every such length, as workers might all give the whole epoch. These share it out.
         warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
-        return self._loader(_Epochs(self, batches, rank), h.train_shards)
+        return self._loader(_Epochs(self, batches, rank), self._train)
 
     def val_dataloader(self) -> DataLoader | list:
         """Returns the held-back shards once, in order; an empty list without any."""
-        shards = self.hparams.validation_shards
-        return [] if shards is None else self._loader(_HeldBack(self), shards)
+        return self._loader(_HeldBack(self), self._validation) if self._validation else no_loaders()
 
-    def _samples_held_back(self, worker: int = 0, count: int = 1) -> Iterator[Sample]:
-        stored = self._stored(self.hparams.validation_shards, None, worker, count)
-        return self._read(self._augmentation.held_back(), stored)
+    def _batches_held_back(
+        self, worker: int = 0, count: int = 1, size: int | None = None
+    ) -> Iterator[list[_Read]]:
+        shards, once = self._validation, [None] if self._validation else []
+        reader = self._reader.held_back()
+        return self._gathered(shards, reader, "smaller", once, worker, count, size)
 
     def _held_back(self, count: int) -> list[Sample]:
-        if self.hparams.validation_shards is None:
-            return []
-        return list(itertools.islice(self._samples_held_back(), count))
+        reads = next(self._batches_held_back(size=count), [])
+        return [read() for read in reads]

@@ -45,13 +45,37 @@ class Twice(TinyDiffusion):
 
 class Hooks(L.Callback):
     def __init__(self):
-        self.losses, self.flips = [], False
+        self.losses = []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.losses.append(float(outputs["loss"]))
 
 
-def fit_cached(rank, folder, world_size, epochs, strategy_options=None, module_class=TinyDiffusion):
+class Mirrored(Samples):
+    """Mirrors half of the samples, others in each epoch, and notes which it gave."""
+
+    given = frozenset()
+
+    def __getitem__(self, index):
+        sample, is_mirrored = super().__getitem__(index), bool(torch.rand(()) < 0.5)
+        type(self).given |= {(index, is_mirrored)}
+        return {**sample, "image": sample["image"].flip(-1) if is_mirrored else sample["image"]}
+
+
+class MirroredData(Data):
+    def train_dataloader(self):
+        return DataLoader(Mirrored(self.size), self.batch_size)
+
+
+def fit_cached(
+    rank,
+    folder,
+    world_size,
+    epochs,
+    strategy_options=None,
+    module_class=TinyDiffusion,
+    data_class=Data,
+):
     """Losses of all batches, and what the cache found; without a folder no cache."""
     hooks = Hooks()
     cache = EncodingCache(folder, min_flops_per_byte=0.5) if folder else None
@@ -63,7 +87,7 @@ def fit_cached(rank, folder, world_size, epochs, strategy_options=None, module_c
         max_epochs=epochs,
     )
     module = build(Settings(module_class=module_class))
-    trainer.fit(module, datamodule=Data(size=20, batch_size=8))
+    trainer.fit(module, datamodule=data_class(size=20, batch_size=8))
     weights = weights_of(module)
     if cache is None:
         return hooks.losses, weights, {}, {}, {}
@@ -81,6 +105,20 @@ def test_one_process_reads_in_the_second_pass(tmp_path):
     assert made["encoder"] == 20
     assert found["encoder"] == 40
     assert "quicker" in refused["text"]
+
+
+@pytest.mark.slow
+def test_mirrored_and_whole_images_are_two_entries(tmp_path):
+    """However often an image comes, it is encoded once for each side it shows; in microbatches of one, as larger
+    ones are encoded whole if one of theirs is new."""
+    options = {"num_microbatches": 8}
+    plain = fit_cached(0, None, 1, 6, options, data_class=MirroredData)
+    Mirrored.given = frozenset()
+    cached = fit_cached(0, tmp_path, 1, 6, options, data_class=MirroredData)
+    assert cached[0] == plain[0], "bit for bit"
+    _, _, found, made, _ = cached
+    assert 20 < made["encoder"] == len(Mirrored.given) <= 40
+    assert found["encoder"] == 6 * 20 - made["encoder"]
 
 
 @pytest.mark.slow

@@ -70,3 +70,13 @@ def write_shard(path, files):
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
+
+
+def shards_of(folder, path, num_shards=1):
+    """Writes a folder's images, or videos, and their captions into so many shards; returns their pattern."""
+    files = sorted(file for file in folder.iterdir() if file.suffix != ".tar")
+    stems = sorted({file.stem for file in files})
+    for shard in range(num_shards):
+        own = [file for file in files if file.stem in stems[shard::num_shards]]
+        write_shard(path / f"{shard}.tar", {file.name: file.read_bytes() for file in own})
+    return str(path / f"{{0..{num_shards - 1}}}.tar")

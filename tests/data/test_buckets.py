@@ -121,6 +121,16 @@ def test_an_epoch_takes_each_sample_once(ratios, last, num_pipelines, num_worker
     ] or num_batches % num_pipelines
 
 
+def test_an_epoch_begins_with_the_largest_samples(tmp_path):
+    """By which the run is planned: one of clips of 5 frames does not know what 13 take."""
+    write_clips(tmp_path, (5, 9, 5, 13), each=4)
+    data = module_of(tmp_path, num_frames=[5, 9, 13], batch_size=2, resolution=16)
+    for _ in range(3):
+        lengths = [batch["video"].shape[2] for batch in data.train_dataloader()]
+        assert lengths[0] == 13
+        assert sorted(lengths) == [5] * 4 + [9] * 2 + [13] * 2
+
+
 def test_what_an_epoch_is_is_said_with_counts(ratios):
     def said(**options):
         return module_of(ratios, **options).described()

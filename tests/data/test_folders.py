@@ -1,6 +1,7 @@
 import io
 import json
 import random
+import re
 import tarfile
 import time
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from PIL import ExifTags, Image
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
+from lightning_diffpipe.data.buckets import Shape
 from lightning_diffpipe.data.listing import Listing
 from lightning_diffpipe.data.pixels import Crop, to_pixels
 from lightning_diffpipe.errors import ConfigurationError, DataError
@@ -265,7 +267,7 @@ def test_shards_may_have_second_images(tmp_path):
         image.resize((10, 20)).save(wide := io.BytesIO(), "PNG")
     write_shard(tmp_path / "0.tar", dict(sorted((files | {"3.cond.png": wide.getvalue()}).items())))
     with pytest.raises(
-        ConfigurationError, match=r"cond.png of sample '3' of .* has 10x20 pixels, and the image of"
+        ConfigurationError, match=r"3.cond.png \(.*0.tar\) has 10x20 pixels, and 3.png"
     ):
         list(data.val_dataloader())
     made = next(iter(data_of(str(tmp_path / "0.tar"), condition="edges").train_dataloader()))
@@ -312,11 +314,14 @@ def test_every_epoch_of_shards_has_its_own_order(shards, num_workers):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_epoch_of_shards_has_a_length(shards, num_workers, recwarn):
-    """History: without one, a run of some epochs knew no number of steps for its learning rate."""
-    loader = data_of(shards, num_workers=num_workers).train_dataloader()
+    """History: without one, a run of some epochs knew no number of steps for its learning rate; Lightning warned
+    of it, and of the validation set that was not asked for."""
+    data = data_of(shards, num_workers=num_workers)
+    loader, one_process = data.train_dataloader(), SingleDeviceStrategy("cpu")
     assert len(loader) == len(list(loader)) == 9
-    assert has_len_all_ranks(loader, SingleDeviceStrategy("cpu"))
-    assert not [w for w in recwarn if "__len__" in str(w.message)]
+    assert has_len_all_ranks(loader, one_process)
+    has_len_all_ranks(data.val_dataloader(), one_process)
+    assert not [w for w in recwarn if re.search("__len__|Total length", str(w.message))]
 
 
 @pytest.mark.slow
@@ -467,15 +472,17 @@ def broken_shard(folder):
 
 
 def test_samples_of_shards_that_cannot_be_read_are_named(shards, tmp_path):
-    data = data_of(broken_shard(tmp_path), validation_shards=broken_shard(tmp_path))
-    raw = list(data._stored(data.hparams.train_shards, None))
+    data = data_of(broken_shard(tmp_path))
+    raw = list(data._stored(data._train, None))
+    weights = {files["__url__"]: 1.0 for files in raw}
     for index, reason in (
-        (1, "the image of sample '1' of .*0.tar cannot be used: .*"),
-        (2, "the caption of sample '2' of .*0.tar is no UTF-8"),
+        (1, r"1.png \(.*0.tar\) cannot be used: .*"),
+        (2, "2.txt of .*0.tar: .* is no UTF-8"),
         (4, "sample '4' of .*0.tar has no txt"),
     ):
+        read = lambda files: data._reader.read(data._entry(files, weights), Shape(8, 8))
         with pytest.raises(DataError, match=reason):
-            data._sample(data._augmentation, raw[index])
+            read(raw[index])
 
 
 @pytest.mark.parametrize("length", [0, 100, 600, 1024, 2048, 2055, 2100])

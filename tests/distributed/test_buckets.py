@@ -1,4 +1,4 @@
-"""Batches of several shapes out of folders: the numbers of one process, also from the middle of an epoch on."""
+"""Batches of several shapes out of folders and shards: the numbers of one process, also resumed in an epoch."""
 
 import csv
 import re
@@ -9,11 +9,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 
-from lightning_diffpipe.data import ImageFolderDataModule
+from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.rng import derived_seed
 from tests.command import run, run_on_forks
-from tests.data.folders import write_clips, write_ratios
+from tests.data.folders import shards_of, write_clips, write_ratios
 from tests.distributed.scenarios import (
     SEED,
     Recorder,
@@ -38,11 +38,12 @@ OPTIONS = {"validation_share": 0.0, "num_workers": 0, "resolution": 32, "bucket_
 
 
 class InOrder(ImageFolderDataModule):
-    """Batches in the order of the files, which plain Lightning has, too."""
+    """Batches in the order of the files, which plain Lightning has, too; the shortest clips first."""
 
     def batches(self, shuffle):
         batches = super().batches(shuffle)
         batches.shuffle = False
+        batches.buckets = list(self.train_buckets.values())
         return batches
 
 
@@ -66,6 +67,22 @@ def test_buckets_teach_what_they_do_in_one_process(name, lengths, tmp_path):
     check_parity(
         2, tolerance=1e-6, module={"name": name}, module_class=TinyPipeline, data_class=InOrder, data=options,
         trainer={"max_epochs": 1, "max_steps": -1}, strategy={"num_stages": 2},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("last", ["filled", "smaller"])
+def test_buckets_of_shards_teach_what_they_do_in_one_process(last, tmp_path):
+    """With repeats and weights; plain Lightning has the order of shards and samples, too."""
+    write_ratios(tmp_path, 7, 3)
+    shards = [{"shards": shards_of(tmp_path, tmp_path, 2), "repeats": 2, "weight": 0.5}]
+    options = {
+        "train_shards": shards, "samples_per_epoch": 15, "num_workers": 0, "resolution": 32, "bucket_step": 8,
+        "buckets": True, "batch_size": 3, "last_batch": last,
+    }  # fmt: skip
+    check_parity(
+        2, tolerance=1e-6, module={"name": "flux"}, module_class=TinyPipeline,
+        data_class=WebDatasetDataModule, data=options, trainer={"max_epochs": 1, "max_steps": -1},
+        strategy={"num_stages": 2},
     )  # fmt: skip
 
 
@@ -109,26 +126,36 @@ class Noted(TinyPipeline):
         self.seen = [*getattr(self, "seen", []), (batch["caption"], pixels.double().sum().item())]
 
 
-def interrupted(rank, world_size, data, path):
+def interrupted(rank, world_size, data_class, data, path):
     """Trains two epochs; then again from the middle of the second one."""
     runs = []
     for resumed in (None, path):
         module, recorder = make(Noted, name="flux"), Recorder()
         saves = ModelCheckpoint(path.parent, path.stem, every_n_train_steps=7, save_top_k=-1)
         fit_module(
-            module, world_size, ImageFolderDataModule(**data), ckpt_path=resumed, max_epochs=2,
+            module, world_size, data_class(**data), ckpt_path=resumed, max_epochs=2,
             enable_checkpointing=True, callbacks=[recorder] if resumed else [recorder, saves],
         )  # fmt: skip
         runs.append((module.seen, recorder.losses, weights_of(module)))
     return runs
 
 
-def test_buckets_go_on_in_the_middle_of_an_epoch(tmp_path):
+@pytest.mark.parametrize("kind", ["folder", "shards", "shards, skip"])
+def test_buckets_go_on_in_the_middle_of_an_epoch(tmp_path, kind):
     """Orders, crops, flips and tags of a resumed run are those of one that was not interrupted."""
     write_ratios(tmp_path, 11, 3)
     changes = {"flip": 0.5, "random_crop": True, "shuffle_tags": True, "keep_tags": 1}
     data = {**OPTIONS, "folder": tmp_path, "buckets": True, "batch_size": 3, **changes}
-    runs = [(n, data, tmp_path / f"of_{n}.ckpt") for n in (1, 2)]
+    data_class = ImageFolderDataModule
+    if kind != "folder":
+        del data["folder"], data["validation_share"]
+        if kind == "shards, skip":
+            (tmp_path / "4.png").write_bytes((tmp_path / "4.png").read_bytes()[:-30])
+        shards = shards_of(tmp_path, tmp_path, 2)
+        data |= {"train_shards": shards, "samples_per_epoch": 15}
+        data["on_error"] = "skip" if kind == "shards, skip" else "raise"
+        data_class = WebDatasetDataModule
+    runs = [(n, data_class, data, tmp_path / f"of_{n}.ckpt") for n in (1, 2)]
     ((seen, losses, weights), _), *_ = alone = run_ranks(interrupted, 1, *runs[0])
     assert len(seen) == 10
     assert seen[: len(seen) // 2] != seen[len(seen) // 2 :]

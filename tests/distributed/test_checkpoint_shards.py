@@ -114,7 +114,7 @@ def test_shards_hold_what_a_file_holds_and_are_read_by_any_number_of_ranks(
     assert_same(read_shards(saved), wanted)
     whole, tool = tmp_path / "whole.ckpt", tmp_path / "tool.ckpt"
     for module, *arguments in (
-        ("lightning_diffpipe.checkpoint_shards", saved, whole),
+        ("lightning_diffpipe.cli", "export", saved, whole),
         ("lightning.pytorch.utilities.consolidate_checkpoint", saved, "--output_file", tool),
     ):
         with mock.patch.object(sys, "argv", [module, *map(str, arguments)]):
@@ -126,6 +126,38 @@ def test_shards_hold_what_a_file_holds_and_are_read_by_any_number_of_ranks(
             for weights in run_ranks(train, size, size, other, None, path):
                 for name, value in straight.items():
                     assert_close(weights[name], value, 1e-10, name)
+
+
+class SavesAtOnce(L.Callback):
+    """Saves what a run goes on from."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_start(self, trainer, module):
+        trainer.save_checkpoint(self.path)
+
+
+def write_again(rank, world_size, strategy, kind, load, path):
+    fit_module(
+        make(), world_size, strategy={**strategy, "state_dict_type": kind}, ckpt_path=load, max_epochs=2,
+        callbacks=[EMA(), Counted(), SavesAtOnce(path)], gradient_clip_val=0.5,
+    )  # fmt: skip
+
+
+def test_a_file_becomes_shards_and_a_file_again(tmp_path):
+    """To the last bit, on other ranks each time."""
+    run_ranks(train, 1, 1, ONE, tmp_path, None, "full", 1)
+    loaded = whole = tmp_path / "epoch=0.ckpt"
+    for size, strategy, kind in ((3, UNEVEN, "sharded"), (2, TWO, "sharded"), (2, TWO, "full")):
+        path = tmp_path / f"{size}_{kind}.ckpt"
+        run_ranks(write_again, size, size, strategy, kind, loaded, path)
+        assert is_sharded(path) == (kind == "sharded")
+        loaded = path
+    again, wanted = (torch.load(path, weights_only=True) for path in (path, whole))
+    assert wanted["optimizer_states"][0]["state"]
+    for name in ("state_dict", "optimizer_states", "lr_schedulers", "callbacks"):
+        assert_same(again[name], wanted[name], name)
 
 
 class Beside(L.Callback):

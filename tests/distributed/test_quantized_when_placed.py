@@ -6,6 +6,7 @@ With a quantization that needs no package; those of bitsandbytes and torchao are
 import weakref
 from dataclasses import replace
 
+import diffusers
 import lightning as L
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ from tests.ranks import run_ranks
 from tests.rows import row
 
 pytestmark = [pytest.mark.distributed, LINUX]
+UNEVEN = {"num_stages": 2, "num_replicas": (2, 1), "num_microbatches": 2}
 
 
 class QuantizedWhenPlaced(Opened):
@@ -127,6 +129,8 @@ def settings(tmp_path):
         row({"num_stages": 1, "num_microbatches": 2, "data_parallel": 1}, False),
         row({"num_stages": 2, "num_microbatches": 2, "streaming": "all"}, True),
         row({"num_stages": 1, "num_microbatches": 2, "streaming": "all"}, False),
+        row({**UNEVEN, "checkpointing": "all"}, True),
+        row({**UNEVEN, "streaming": "all"}, False),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -139,7 +143,7 @@ def test_each_rank_quantizes_what_it_holds(strategy, encodes_first, settings, tm
         cache = EncodingCache(tmp_path / "cache", encode_first=True, min_flops_per_byte=0.0)
         settings.trainer["callbacks"] = [cache]
     settings.strategy = strategy
-    num_ranks = strategy["num_stages"]
+    num_ranks = sum(strategy.get("num_replicas", [1] * strategy["num_stages"]))
     outcomes, counts = zip(*run_ranks(fit_and_look, num_ranks, settings, num_ranks), strict=True)
     # Measured times cut differently each time, and what is in bfloat16 rounds by the samples it takes at a time.
     assert_equal_runs(outcomes, expected, 2e-3 if "profile" in strategy else 1e-4)
@@ -203,6 +207,8 @@ def fit_and_save(rank, settings, world_size, path, ckpt_path=None, streaming="au
     strategy = quick_strategy(num_stages=world_size, num_microbatches=2, streaming=streaming)
     trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
     trainer.fit(module, datamodule=settings.data_class(), ckpt_path=ckpt_path)
+    if rank == 0:
+        module.save_lora(path.with_name("lora"))
     state = module.state_dict()
     return {n: value for n, value in state.items() if ".lora_" in n}, logger.images
 
@@ -211,7 +217,10 @@ def fit_and_save(rank, settings, world_size, path, ckpt_path=None, streaming="au
 @pytest.mark.parametrize("streaming", ["none", "all"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_checkpoints_and_images_over_a_quantized_base(streaming, settings, tmp_path):
-    """Checkpoints have adapters alone, and are gone on from where the base is opened plain and quantized again."""
+    """Checkpoints have adapters alone, and are gone on from where the base is opened plain and quantized again.
+
+    Also on one stage, and by diffusers, which opens the file of adapters over the plain base.
+    """
     path = tmp_path / "adapters.ckpt"
     [(_, expected)] = run_ranks(fit_and_save, 1, settings, 1, path)
     (whole, images), _ = run_ranks(fit_and_save, 2, settings, 2, path, None, streaming)
@@ -225,6 +234,16 @@ def test_checkpoints_and_images_over_a_quantized_base(streaming, settings, tmp_p
     assert whole.keys() == resumed.keys()
     for name, value in whole.items():
         assert torch.equal(resumed[name], value), name
+    saved = load_file(path.with_name("lora") / "pytorch_lora_weights.safetensors")
+    assert sorted(map(bytes_of, saved.values())) == sorted(map(bytes_of, whole.values()))
+    diffusers.FluxPipeline.from_pretrained(tmp_path / "flux").load_lora_weights(tmp_path / "lora")
+    [(alone, _)] = run_ranks(fit_and_save, 1, settings, 1, path, path, streaming)
+    for name, value in whole.items():
+        torch.testing.assert_close(alone[name], value, rtol=0, atol=1e-4)
+
+
+def bytes_of(tensor):
+    return tensor.numpy().tobytes()
 
 
 class SavesWhole(L.Callback):

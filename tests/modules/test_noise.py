@@ -127,6 +127,26 @@ def test_min_snr_of_a_last_step_without_signal_is_finite():
     assert corrupted.weights.isfinite().all()
 
 
+def test_zero_terminal_snr_is_that_of_its_paper():
+    """Algorithm 1 of https://arxiv.org/abs/2305.08891: the last step is noise alone."""
+    betas = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+    scheduler = diffusers.DDPMScheduler(
+        prediction_type="v_prediction", rescale_betas_zero_snr=True, **betas
+    )
+    roots = (1 - torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2).cumprod(0).sqrt()
+    roots = (roots - roots[-1]) * roots[0] / (roots[0] - roots[-1])
+    clean = normal(10_000, 1, 1, 1)
+    noisy, timesteps, target, _ = noise_schedule_of(scheduler).corrupt(clean)
+    signal = roots[timesteps].view(-1, 1, 1, 1)
+    rest = (1 - signal**2).sqrt()
+    noise = signal * target + rest * noisy  # of v and the input, a rotation
+    torch.testing.assert_close(noisy, signal * clean + rest * noise, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(target, signal * noise - rest * clean, atol=1e-4, rtol=1e-4)
+    last = timesteps == 999
+    assert last.any()
+    assert torch.equal(target[last], -clean[last])
+
+
 def test_the_alphas_are_the_schedulers_own():
     """Video models shift them, and DDPM's of the same betas are others."""
     scheduler = diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction")
