@@ -52,7 +52,7 @@ from lightning_diffpipe.model_sources import (
 )
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.decoding import Decoding
-from lightning_diffpipe.sampling.digests import Identity, refuse_other_models, refuse_other_request
+from lightning_diffpipe.sampling.digests import as_texts, refuse_other, refuse_other_models
 from lightning_diffpipe.sampling.dry_run import observe_samples
 from lightning_diffpipe.sampling.methods import (
     Chooser,
@@ -368,7 +368,7 @@ class Predictor:
             texts, packed = self._world.links.broadcast_object(lambda: None)  # rank 0 has them
 
         def compare() -> None:
-            refuse_other_request(self._world.rank, check().as_texts(), texts)
+            refuse_other(self._world.rank, check().as_texts(), texts)
 
         self._sample(packed, compare)
         self._decoding.follow()
@@ -400,8 +400,8 @@ class Predictor:
     def _compare_part(self, name: str) -> None:
         """Raises ConfigurationError, on all ranks, if a part that all read whole differs on one of them."""
         if name not in self._compared:
-            identify = partial(self.source.identity, name)
-            refuse_other_models(self._world, self._world.agree("comparing weights", identify))
+            texts = self._world.agree("comparing weights", lambda: self.source.texts(name))
+            refuse_other_models(self._world, texts, self.source.origin)
             self._compared.add(name)
 
     def _sampled(self, packed: Call) -> tuple[Worker, Tensor]:
@@ -556,8 +556,8 @@ def _opened(
         # Paths may differ between hosts; the contents of the files are among the weights.
         arguments["ip_adapters"] = list((loading["ip_adapters"] or {}).values())
         arguments.pop("base")
-        identify = partial(Identity.of, arguments, source.denoiser, source.weights)
-        refuse_other_models(world, world.agree("comparing weights", identify))
+        texts = world.agree("comparing weights", lambda: source.texts(source.name))
+        refuse_other_models(world, as_texts(arguments) | texts, source.origin)
     return source
 
 

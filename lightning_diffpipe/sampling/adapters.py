@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.graph.placement import placeholder_of
-from lightning_diffpipe.graph.versions import digest_of_tensor
+from lightning_diffpipe.sampling.digests import Texts, texts_of
 from lightning_diffpipe.sampling.skeleton import ChangedWeights, StateDict, Weights
 
 MERGE = "save the trained module with save_pretrained(folder), which merges adapters"
@@ -140,10 +140,9 @@ class StoredLora:
         names = {name.partition(".")[0] for name in self._weights}
         return {SECOND if self._is_second and n == name_in_file(SECOND) else n for n in names}
 
-    def digest(self, part: str) -> str:
-        """Returns a digest of its adapters of a part, which ranks compare."""
-        own = weights_of(name_in_file(part), self._weights) if part in self.parts() else {}
-        return f"{self._scale} {sorted((n, digest_of_tensor(v)) for n, v in own.items())}"
+    def texts(self, name: str) -> Texts:
+        """Returns what ranks compare of it, under a name, since paths may differ."""
+        return texts_of(name, {"scale": self._scale}, self._weights)
 
     def layers(self, name: str, part: nn.Module) -> dict[str, Any]:
         """Returns peft's layers of a part, by their names there, which is left as it was.
@@ -298,7 +297,6 @@ class AdaptedWeights(ChangedWeights):
     ) -> None:
         super().__init__(weights)
         self._layers = [lora.layers(part, model) for lora in loras]
-        self._of_loras = {f"LoRA {n}": lora.digest(part) for n, lora in enumerate(loras)}
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Reads some of them, one at a time."""
@@ -311,10 +309,6 @@ class AdaptedWeights(ChangedWeights):
         adapted = {f"{layer}.weight" for layers in self._layers for layer in layers}
         sizes = self._weights.quantized_bytes()
         return {name: size for name, size in sizes.items() if name not in adapted}
-
-    def digests(self) -> dict[str, str]:
-        """Returns the digests of each tensor, and of the adapters that are added to it."""
-        return self._weights.digests() | self._of_loras
 
 
 def add_to_part(part: nn.Module, name: str, loras: Collection[StoredLora]) -> None:
@@ -353,10 +347,6 @@ class ExtendedWeights(ChangedWeights):
         added = self._added.names()
         yield from self._weights.read([name for name in names if name not in added])
         yield from self._added.read([name for name in names if name in added])
-
-    def digests(self) -> dict[str, str]:
-        """Returns the digests of all tensors."""
-        return self._weights.digests() | self._added.digests()
 
 
 def require_ip_adapters(cls: Any, adapters: Mapping[str | Path, Any]) -> list[Path]:

@@ -47,7 +47,13 @@ from lightning_diffpipe.sampling.adapters import (
     with_ip_adapters,
 )
 from lightning_diffpipe.sampling.call import Call
-from lightning_diffpipe.sampling.digests import Identity, as_texts
+from lightning_diffpipe.sampling.digests import (
+    Texts,
+    as_texts,
+    tensors_in,
+    texts_of,
+    texts_of_folder,
+)
 from lightning_diffpipe.sampling.dry_run import dry_run_of
 from lightning_diffpipe.sampling.loop import PipelineCall, denoisers_among, settings_restored
 from lightning_diffpipe.sampling.record import Controlled
@@ -171,11 +177,13 @@ class Source(Protocol):
         name: Name of the denoiser, among the parts of the pipeline.
         denoiser: The module that is made parallel, perhaps a skeleton.
         weights: Files with the weights of the skeleton; None if the denoiser has its weights.
+        origin: Path of the model, for messages.
     """
 
     name: str
     denoiser: nn.Module
     weights: Weights | None
+    origin: str
 
     def images(self, settings: Settings, sample: Sample) -> Any:
         """Samples images, with the denoising loop done by `sample`; on rank 0 only."""
@@ -183,8 +191,8 @@ class Source(Protocol):
     def part(self, name: str) -> nn.Module:
         """Returns another part that the loop calls, with its weights; on any rank."""
 
-    def identity(self, name: str) -> Identity:
-        """Returns the identity of that part, which ranks compare: as it is stored, not as rounded; on any rank."""
+    def texts(self, name: str) -> Texts:
+        """Returns what ranks compare of a part, the denoiser included: as it is stored, not as rounded."""
 
 
 class DiffusersFolder:
@@ -211,6 +219,7 @@ class DiffusersFolder:
                 "to a folder, and open that"
             )
         self._path, self._index, self._device, self._vae = path, index, device, opening.vae
+        self.origin = str(path)
         self._options = {"dtype": dtype, "variant": variant}
         self._given = {name: part for name, part in parts.items() if part is not None}
         self._parts: dict[str, nn.Module] = {}  # read by this rank, but for the denoiser
@@ -220,8 +229,7 @@ class DiffusersFolder:
         unet = config if self.name == "unet" else None
         self._loras = read_loras(opening.loras or {}, index["_class"], present, unet)
         adapters = opening.ip_adapters or {}
-        files = require_ip_adapters(index["_class"], adapters)
-        self._has_ip_adapters = bool(adapters)
+        self._ip_adapters = require_ip_adapters(index["_class"], adapters)
         stored = [name for name in present if name not in parts]  # what is given stays as it is
         self._quantizations = quantizations_of(opening.quantization, stored)
         if opening.tries_kernels:
@@ -229,7 +237,7 @@ class DiffusersFolder:
             require_kernels(types, device)
         self.denoiser = skeleton(denoiser_class, config, device, dtype)
         check_weights(self.denoiser, weights)
-        self._pipeline = self._whole_pipeline(files) if leads else None
+        self._pipeline = self._whole_pipeline() if leads else None
         if not leads:
             add_to_others(self._given, self.name, self._loras)
         if adapters:
@@ -243,7 +251,7 @@ class DiffusersFolder:
             if name in sizes:
                 note_stored_bytes(parameter, sizes[name])
 
-    def _whole_pipeline(self, adapter_files: Collection[Path]) -> Any:
+    def _whole_pipeline(self) -> Any:
         """Returns the pipeline with all parts placed but the denoiser, for the rank that leads."""
         parts = {self.name: self.denoiser, **self._given}
         pipeline = _load_others(self._path, self._index, parts, **self._options)
@@ -253,7 +261,7 @@ class DiffusersFolder:
                 self._placed(name, part)
         pipeline.set_progress_bar_config(disable=True)
         self._save_memory(pipeline)
-        load_image_encoder(pipeline, adapter_files, self._device, self._options["dtype"])
+        load_image_encoder(pipeline, self._ip_adapters, self._device, self._options["dtype"])
         return pipeline
 
     def _placed(self, name: str, part: nn.Module) -> nn.Module:
@@ -312,7 +320,7 @@ class DiffusersFolder:
         """Raises ConfigurationError unless the request has the images of the adapters, and no more."""
         name, pipeline = self._index["_class_name"], self._pipeline
         can_encode = pipeline is None or getattr(pipeline, "image_encoder", None) is not None
-        refuse_images(name, self._has_ip_adapters, can_encode, settings.options)
+        refuse_images(name, bool(self._ip_adapters), can_encode, settings.options)
         if self._loras:
             refuse_scales(settings.options)
 
@@ -337,20 +345,18 @@ class DiffusersFolder:
             self._parts[name] = self._placed(name, part)
         return self._parts[name]
 
-    def identity(self, name: str) -> Identity:
-        """Returns the identity of another part, which ranks compare: config, stored weights and added adapters."""
-        if name in self._given:
-            return Identity.of({}, self._given[name], None)
-        added = {f"LoRA {n}": lora.digest(name) for n, lora in enumerate(self._loras)}
-        variant, more, configs = self._options["variant"], [], dict[str, str]()
-        if _class_of_each(self._index[name][1]) is not None:
-            more = _folders_of(self._path, name)[1:]
-        for folder in more:
-            other = Identity.of_folder(folder, variant, {})
-            configs |= {f"{folder.name}: {key}": text for key, text in other.config.items()}
-            added |= {f"{folder.name}: {tensor}": text for tensor, text in other.weights.items()}
-        first = Identity.of_folder(self._path / name, variant, added)
-        return replace(first, config={**first.config, **configs})
+    def texts(self, name: str) -> Texts:
+        """See `Source`; files of adapters are compared with the denoiser."""
+        if (part := self._given.get(name)) is not None:
+            return texts_of(name, getattr(part, "config", {}), part.state_dict())
+        is_several = _class_of_each(self._index[name][1]) is not None
+        folders = _folders_of(self._path, name) if is_several else [self._path / name]
+        every = [texts_of_folder(folder, self._options["variant"]) for folder in folders]
+        if name == self.name:
+            every += [lora.texts(f"LoRA {n}") for n, lora in enumerate(self._loras)]
+            files = enumerate(self._ip_adapters)
+            every += [texts_of(f"IP-Adapter {n}", {}, tensors_in(path)) for n, path in files]
+        return {name: text for texts in every for name, text in texts.items()}
 
 
 def _denoiser_class(path: Path, index: Mapping[str, Any]) -> tuple[str, Any]:

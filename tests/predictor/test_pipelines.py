@@ -959,15 +959,15 @@ def test_a_part_that_another_class_of_pipeline_does_not_take_is_not_read(saved, 
 def test_configs_of_all_controlnets_are_compared(saved, tmp_path):
     """History: ranks drew with other configs than rank 0 where these were not those of the first."""
     path, _, _ = saved("several_controlnets")
-    digests = set()
+    digests = []
     for order in ("rgb", "bgr"):
         folder = shutil.copytree(path, tmp_path / order)
         config = folder / "controlnet_1" / "config.json"
         read = json.loads(config.read_text())
         config.write_text(json.dumps(read | {"controlnet_conditioning_channel_order": order}))
         source = open_source(folder, False, torch.device("cpu"), torch.float32)
-        digests.add(source.identity("controlnet").digest)
-    assert len(digests) == 2
+        digests.append(source.texts("controlnet"))
+    assert digests[0] != digests[1]
 
 
 def test_each_of_several_controlnets_is_looked_at(saved, tmp_path):
@@ -978,7 +978,7 @@ def test_each_of_several_controlnets_is_looked_at(saved, tmp_path):
     check_request(source, settings)
     old, name = stale_part(path, tmp_path / "stale", "controlnet_1")
     stale = open_source(old, False, torch.device("cpu"), torch.float32)
-    assert source.identity("controlnet").digest != stale.identity("controlnet").digest
+    assert source.texts("controlnet") != stale.texts("controlnet")
     file = old / "controlnet_1" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(file)
     save_file({n: x for n, x in tensors.items() if n != name}, file)
@@ -999,9 +999,7 @@ def test_ranks_with_another_second_denoiser_or_controlnet_are_refused(tmp_path):
         pipeline.save_pretrained(path)
         old, name = stale_part(path, tmp_path / kind / "stale", part)
         rest = (["a cat 1"], {"num_inference_steps": 3, **options}, {"method": "sequence"})
-        cases.append(
-            (f"such as {name} (in ", f"{part}/diffusion_pytorch_model.safetensors on rank 1")
-        )
+        cases.append(f"rank 1 has {part}.{name}=")
         jobs.append([(path, *rest), (old, *rest)])
         jobs.append([(path, *rest)] * 2)
     prompts, settings = ["digit four"], {"num_inference_steps": 2}
@@ -1014,8 +1012,8 @@ def test_ranks_with_another_second_denoiser_or_controlnet_are_refused(tmp_path):
     jobs.append([(file, prompts, settings, {"method": "single"}) for file in files])
     first, second = run_ranks(failure_of_each_rank, 2, jobs)
     assert first == second
-    for i, parts_of_message in enumerate(cases):
-        assert all(part in first[2 * i] for part in parts_of_message), first[2 * i]
-        assert "rank 1 has other weights than rank 0: 1 of" in first[2 * i]
+    for i, message in enumerate(cases):
+        assert message in first[2 * i]
+        assert "; 1 of" in first[2 * i]
         assert first[2 * i + 1] == "no error"
-    assert "rank 1 has other weights than rank 0: 1 of" in first[-1]
+    assert "rank 1 has upscaler.conv_out.bias=" in first[-1]
