@@ -89,10 +89,6 @@ def open_source(
         dtype: Type of all weights; None for that in which the denoiser is stored, but float32 for a checkpoint, and
             in the place of float16 on a processor, which computes that many times slower.
         options: Further ones of an `Opening`.
-
-    Raises:
-        ConfigurationError: There is no such model, or of no known kind.
-        CheckpointError: Its weights are missing or cannot be read.
     """
     opening = Opening(dtype or torch.float32, **options)
     if isinstance(opening.loras, Mapping):
@@ -238,9 +234,6 @@ def check_request(
         settings: The request.
         method: Method by which ranks share the work.
         num_patches: Patches of PipeFusion.
-
-    Raises:
-        ConfigurationError: It cannot be served, or not by this method.
     """
     refuse_ignored_size(source, settings)
     if isinstance(source, ModuleSource):
@@ -344,11 +337,7 @@ class ModuleSource:
     _parts: dict[str, nn.Module] = field(default_factory=dict)
 
     def check(self, settings: Settings) -> int | None:
-        """Refuses a request that the module cannot serve; returns the rows of tokens in an image of latents.
-
-        Raises:
-            ConfigurationError: It takes no such size or option.
-        """
+        """Refuses a request that the module cannot serve; returns the rows of tokens in an image of latents."""
         others = ("self", "prompts", "generator", "small")
         parameters = [n for n in inspect.signature(self.cls.sample).parameters if n not in others]
         if unknown := sorted(settings.given().keys() - parameters):

@@ -41,9 +41,6 @@ def checked_arguments(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, 
     Returns:
         The checked arguments, by name; None where the call checks nothing, or fails before it does, as for lack of
         a part.
-
-    Raises:
-        ConfigurationError: The check fails; with its message.
     """
     checked: dict[str, Any] = {}
     copied = copy.copy(pipeline)

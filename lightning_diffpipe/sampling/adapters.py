@@ -91,10 +91,6 @@ class StoredLora:
         cls: The pipeline's class, which knows how such files are named.
         unet: Config of the U-Net, if there is one, by which blocks of some files are numbered.
         is_second: It is for the second denoiser, under the name of the first.
-
-    Raises:
-        ConfigurationError: The pipeline takes no such files, the scale is no number, or peft is missing.
-        CheckpointError: The file cannot be read, or has no adapters.
     """
 
     def __init__(
@@ -243,12 +239,7 @@ def read_loras(
     parts: Collection[str],
     unet: Mapping[str, Any] | None = None,
 ) -> list[StoredLora]:
-    """Reads all files; a folder may have another one in it, of the second denoiser (see `lora_files`).
-
-    Raises:
-        ConfigurationError: They are no mapping; see `StoredLora`, too.
-        CheckpointError: See `StoredLora`, or a file changes parts that the pipeline does not have.
-    """
+    """Reads all files; a folder may have another one in it, of the second denoiser (see `lora_files`)."""
     if not isinstance(loras, Mapping):
         raise ConfigurationError(f"loras must be a mapping of files to their scales; got {loras!r}")
     read = list[StoredLora]()
@@ -350,12 +341,7 @@ class ExtendedWeights(ChangedWeights):
 
 
 def require_ip_adapters(cls: Any, adapters: Mapping[str | Path, Any]) -> list[Path]:
-    """Returns the files of adapters.
-
-    Raises:
-        ConfigurationError: They are no mapping, or the pipeline's class takes none, or one only.
-        CheckpointError: A file is not there.
-    """
+    """Returns the files of adapters."""
     if not isinstance(adapters, Mapping):
         raise ConfigurationError(
             f"ip_adapters must be a mapping of files to their scales; got {adapters!r}"
@@ -413,10 +399,6 @@ def with_ip_adapters(
 
     Returns:
         The weights of the denoiser with those of the adapters.
-
-    Raises:
-        ConfigurationError: The pipeline takes no such scale, or not several adapters.
-        CheckpointError: A file cannot be read, or is of another model.
     """
     paths = [Path(path) for path in adapters]
     files = ", ".join(map(str, paths))

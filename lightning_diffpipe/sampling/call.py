@@ -29,8 +29,8 @@ from lightning_diffpipe.sampling.loop import (
     PipelineLoop,
     Prediction,
     latents_name,
-    restored,
     shapes_given,
+    with_own_generators,
 )
 from lightning_diffpipe.sampling.record import Controlled, moved
 from lightning_diffpipe.sampling.request import Denoise, Request
@@ -277,7 +277,7 @@ class Call:
             timesteps=self.timesteps,
             latents=self.latents,
             scale_input=hasattr(self.scheduler, "scale_model_input"),
-            step_kwargs=moved(restored(options, self.whole.device), self.whole.device),
+            step_kwargs=moved(with_own_generators(options, self.whole.device), self.whole.device),
             branches_in_batch=1 if divided or self.by_place else self.expansion * self._copies,
             begin=lambda: self._begin(model, exchange, started),
             patch_schedulers=schedulers,
@@ -403,9 +403,6 @@ class Call:
 
         Where guidance is in the batch, rows `index::` of every per-sample argument; where the denoiser is
         called once per branch, that call.
-
-        Raises:
-            ConfigurationError: There are no two branches that can be divided.
         """
         if len(calls := self.steps[0]) == 2:
             rows = [len(each[latents_name(each)]) for each in calls]

@@ -38,10 +38,9 @@ from lightning_diffpipe.sampling.loop import (
     callbacks_in,
     latents_name,
     predicted_zeros,
-    restored,
     same,
     settings_restored,
-    snapshot,
+    with_own_generators,
 )
 from lightning_diffpipe.sampling.record import LoopEnds, Record, copied
 
@@ -55,12 +54,7 @@ class InseparableError(Exception):
 
 
 def dry_run_of(call: PipelineCall) -> Call:
-    """Runs the call on the rank that has all parts, computing only the code before the loop.
-
-    Raises:
-        ConfigurationError: It runs no loop of denoiser calls and scheduler steps, or not with this scheduler.
-        Exception: The pipeline's own checks fail.
-    """
+    """Runs the call on the rank that has all parts, computing only the code before the loop."""
     first = _ObservedRun(_for_trial(call), None)
     request, record, num_steps = first.request, first.record, len(first.timesteps)
     if not request.phases:
@@ -95,7 +89,7 @@ def _for_trial(call: PipelineCall) -> PipelineCall:
     """Returns a call without callbacks, whose checks a user has for true latents, and with own generators."""
     callbacks = callbacks_in(call.arguments)
     others = {n: v for n, v in call.arguments.items() if n not in callbacks}
-    return replace(call, arguments=restored(snapshot(others)))
+    return replace(call, arguments=with_own_generators(others))
 
 
 class _ObservedRun:
@@ -137,7 +131,7 @@ class _ObservedRun:
             request.whole, request.scheduler = step.sample, copy.deepcopy(step.scheduler)
             request.scheduler.__class__ = type(step.scheduler).__mro__[1]
             request.by_place = attention_processors(self._parts) != self._processors
-            request.step_arguments = copied(snapshot(step.options))
+            request.step_arguments = copied(with_own_generators(step.options))
             if self._predicts_more and not step.prediction.isnan().any():
                 request.channels = step.sample.shape[1]
         self._add_calls(step)
@@ -303,11 +297,7 @@ def _copies_first_prediction(call: Call) -> bool:
 
 
 def _rows_per_sample(call: Call, num: int) -> tuple[dict[str, int], str]:
-    """Returns rows of the denoiser's arguments for each sample, and the name of the one with the latents.
-
-    Raises:
-        InseparableError: No run on more samples shows them.
-    """
+    """Returns rows of the denoiser's arguments for each sample, and the name of the one with the latents."""
     trial = _for_trial(call.pipeline)
     parameters = inspect.signature(getattr(type(trial.pipeline), trial.method)).parameters
     reason: Exception | None = None
@@ -334,11 +324,7 @@ def _rows_per_sample(call: Call, num: int) -> tuple[dict[str, int], str]:
 
 
 def _orders(call: Call, num: int) -> tuple[int, int]:
-    """Returns the orders of rows of the latents and of the denoiser's input (`Samples.rows`).
-
-    Raises:
-        InseparableError: No order explains which rows the last sample reaches.
-    """
+    """Returns the orders of rows of the latents and of the denoiser's input (`Samples.rows`)."""
     reason = InseparableError("its latents have rows of other things than samples")
     for inner in range(1, len(call.whole) // num + 1):
         try:
@@ -513,9 +499,6 @@ def inner_of(places: Mapping[str, int], name: str, inputs: int, arguments: Any) 
         name: Name of the argument with the latents.
         inputs: `inner` of these.
         arguments: Arguments of that call.
-
-    Raises:
-        InseparableError: An argument has other rows than the latents, in an order that is not known.
     """
     inner = {}
     for place, each in places.items():

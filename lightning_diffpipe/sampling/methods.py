@@ -136,9 +136,6 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
 
     Returns:
         The options with a mesh; with `method="auto"`, which is decided with the first request, as they are.
-
-    Raises:
-        ConfigurationError: There is no such method, mesh or option.
     """
     method, given = options.method, {axis: getattr(options, axis) for axis in get_args(Axis)}
     require_choice("method", method, (*AXES, "auto"))
@@ -252,12 +249,7 @@ class Chooser:
         self._refused: list[tuple[MethodOptions, DiffPipeError]] = []
 
     def choose(self, call: Call) -> MethodOptions:
-        """Returns the options with the first choice of the rule that they allow and that is not refused.
-
-        Raises:
-            ConfigurationError: They allow no choice.
-            DiffPipeError: The last refusal, if nothing is left; what was refused may then be tried again.
-        """
+        """Returns the options with the first choice of the rule that they allow and that is not refused."""
         case, options = self._case(call), self._options
         ranked = ranked_choices(case, options.num_patches)
         allowed = [

@@ -240,12 +240,7 @@ def needing_memory(where: str, remedy: str) -> Iterator[None]:
 def failing(
     where: str, remedy: str = REMEDY_OF_PATCHES, cause: str = "a block expects all tokens"
 ) -> Iterator[None]:
-    """Gives a reason for errors of a model that runs on the whole, but not in parts.
-
-    Raises:
-        LayoutError: The model failed.
-        ConfigurationError: Memory did not suffice, which says nothing of the model.
-    """
+    """Gives a reason for errors of a model that runs on the whole, but not in parts."""
     try:
         with needing_memory(where, REMEDY_OF_MEMORY):
             yield

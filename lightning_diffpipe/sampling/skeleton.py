@@ -99,9 +99,6 @@ class SafetensorsFolder(Weights):
         folder: Sub-folder of the part, such as `.../transformer`.
         variant: As in diffusers: `"fp16"` for `diffusion_pytorch_model.fp16.safetensors`.
         stem: First part of the files' names.
-
-    Raises:
-        CheckpointError: There is no safetensors file, or one that the index names is missing.
     """
 
     def __init__(self, folder: str | Path, variant: str | None = None, stem: str = _STEM) -> None:
@@ -172,11 +169,7 @@ def _what_to_do(folder: Path, variant: str | None) -> str:
 
 
 def dtype_named(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
-    """Returns a type in which models compute, by its name; None as it is.
-
-    Raises:
-        ConfigurationError: There is no such type; `name` says of which setting.
-    """
+    """Returns a type in which models compute, by its name; None as it is."""
     dtype = getattr(torch, value, value) if isinstance(value, str) else value
     if dtype is not None and dtype not in _FLOATS.values():
         raise ConfigurationError(
@@ -326,11 +319,7 @@ def refuse_names(cls: str, origin: str, names: Collection[str], num_known: int |
 
 
 def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | None = None) -> None:
-    """Gives placeholders their values; buffers are always read.
-
-    Raises:
-        CheckpointError: A stored tensor is missing, has another shape, or holds whole numbers for others.
-    """
+    """Gives placeholders their values; buffers are always read."""
     check_weights(model, weights)
     parameters = dict(model.named_parameters())
     stored = model.state_dict(keep_vars=True)
@@ -364,11 +353,7 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
 
 
 def quantization_config(folder: Path) -> dict[str, Any] | None:
-    """Returns the stored quantization config of a component's folder; None for plain weights.
-
-    Raises:
-        ConfigurationError: The weights are quantized by a method that cannot be read, or its package is missing.
-    """
+    """Returns the stored quantization config of a component's folder; None for plain weights."""
     try:
         config = json.loads((folder / "config.json").read_text()).get("quantization_config")
     except (OSError, ValueError):  # whoever reads the rest of it says why
@@ -468,9 +453,6 @@ def load_transformer(cls: Any, folder: Path, dtype: torch.dtype, variant: str | 
     """Loads a model of transformers that is stored quantized, mapped from its files.
 
     Its own loader gives names their places, and placeholders without memory in those of quantized weights.
-
-    Raises:
-        CheckpointError: Weights are missing.
     """
     config = cls.config_class.from_pretrained(folder)
     del config.quantization_config

@@ -203,10 +203,6 @@ class DiffusersFolder:
         leads: Load the other parts, too.
         device: Device to compute on.
         opening: Further options, and parts to take in place of those of the folder.
-
-    Raises:
-        ConfigurationError: The pipeline is of a kind that is not known, or cannot do without a part.
-        CheckpointError: Weights are missing.
     """
 
     def __init__(self, path: Path, leads: bool, device: torch.device, opening: Opening) -> None:
@@ -360,11 +356,7 @@ class DiffusersFolder:
 
 
 def _denoiser_class(path: Path, index: Mapping[str, Any]) -> tuple[str, Any]:
-    """Returns the name of the denoiser that ranks share among the parts of a pipeline, and its class.
-
-    Raises:
-        ConfigurationError: There is none, or one of no known class.
-    """
+    """Returns the name of the denoiser that ranks share among the parts of a pipeline, and its class."""
     names = denoisers_among(n for n, entry in index.items() if not _is_absent(entry))
     if not names:
         raise ConfigurationError(
@@ -383,11 +375,7 @@ def _denoiser_class(path: Path, index: Mapping[str, Any]) -> tuple[str, Any]:
 def _model_index(
     path: Path, parts: Mapping[str, Any], pipeline_class: str | type | None
 ) -> dict[str, Any]:
-    """Reads the model index, without parts that are given as None; `_class` is the class of the pipeline.
-
-    Raises:
-        ConfigurationError: There is no such pipeline, or it has no such part.
-    """
+    """Reads the model index, without parts that are given as None; `_class` is the class of the pipeline."""
     index = dict(_config(diffusers.DiffusionPipeline, path))
     stored = index["_class_name"]
     named: Any = stored if pipeline_class is None else pipeline_class
@@ -480,11 +468,7 @@ def _folders_of(path: Path, name: str) -> list[Path]:
 
 
 def class_of(library: str, name: str) -> Any:
-    """Returns the class of a part.
-
-    Raises:
-        ConfigurationError: It is of another library than diffusers and transformers, or of another version.
-    """
+    """Returns the class of a part."""
     if library not in _LIBRARIES:
         raise ConfigurationError(
             f"model_index.json asks for {library}.{name}; only parts from diffusers and "
@@ -596,11 +580,7 @@ def refuse_unknown(pipeline: Any, names: Iterable[str]) -> None:
 
 
 def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
-    """Makes the arguments of a diffusers pipeline's call.
-
-    Raises:
-        ConfigurationError: An option is unknown, or cannot be used here.
-    """
+    """Makes the arguments of a diffusers pipeline's call."""
     takes = inspect.signature(type(pipeline).__call__).parameters
     arguments, prompts = settings.given(), settings.prompts
     option = next((name for name in _PROMPTS if name in takes), None)
@@ -651,11 +631,7 @@ def _dry_run_of(call: PipelineCall) -> Call:
 
 
 def images_of(call: PipelineCall, sample: Sample) -> Any:
-    """Runs a pipeline's call with its denoising loop done by `sample`, and returns its images.
-
-    Raises:
-        ConfigurationError: The call fails before the loop, or with a denoiser that predicts zeros.
-    """
+    """Runs a pipeline's call with its denoising loop done by `sample`, and returns its images."""
     try:
         with settings_restored(call.parts):
             request = _dry_run_of(call)
@@ -706,11 +682,7 @@ def _no_step_left(call: PipelineCall) -> str:
 
 
 def _refuse_shapes(request: Call) -> None:
-    """Runs the first call of the denoiser without values, if tensors are among the arguments of the pipeline.
-
-    Raises:
-        ConfigurationError: It fails; names them with their shapes.
-    """
+    """Runs the first call of the denoiser without values, if tensors are among the arguments of the pipeline."""
     call = request.pipeline
     tensors = [f"{n}={tuple(v.shape)}" for n, v in call.arguments.items() if isinstance(v, Tensor)]
     if not tensors:

@@ -91,9 +91,6 @@ class World:
             make: May count its steps (`watcher.step`); after the first one, a hang is noticed sooner.
             give_up: Breaks the links on which other ranks may wait for this one. Called where `make` failed, if the
                 others do not come by themselves; then at last on all ranks.
-
-        Raises:
-            PipelineTimeoutError: A rank stopped, or makes no more steps.
         """
         if self.num_ranks == 1:
             return make()
@@ -317,9 +314,6 @@ _LEFT_OVER: dict[str, Axis] = {"single": "data", "sequence": "sequence"}
 
 def fit_mesh(num_ranks: int, method: str, **given: int | None) -> SamplingMesh:
     """Completes given sizes to a mesh of all ranks; another axis has size 1, or takes the remaining ranks.
-
-    Raises:
-        ConfigurationError: No mesh of all ranks is like that; the message lists those that are.
 
     Example:
         >>> print(fit_mesh(8, "pipefusion", guidance=2))

@@ -7,7 +7,6 @@ import json
 import shutil
 from collections import Counter
 from types import SimpleNamespace
-from unittest import mock
 
 import diffusers
 import numpy as np
@@ -25,7 +24,7 @@ from lightning_diffpipe.model_sources import check_request, open_source
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.call import Call, Phase
-from lightning_diffpipe.sampling.loop import Step, _Generator, restored
+from lightning_diffpipe.sampling.loop import Step, with_own_generators
 from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.source import Settings
 from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
@@ -694,12 +693,20 @@ def test_a_scheduler_whose_numbers_are_on_the_device_counts_along():
 def test_a_generator_of_a_gpu_is_that_of_the_own_one_on_other_ranks(monkeypatch):
     """History: rank 1 drew with a generator of rank 0's GPU for tensors of its own, which torch refuses."""
     made = []
-    monkeypatch.setattr(
-        torch, "Generator", lambda device: made.append(str(device)) or mock.MagicMock()
-    )
-    taken = {"generator": [_Generator(torch.empty(0), "cuda:0"), _Generator(torch.empty(0), "cpu")]}
-    restored(taken, torch.device("cuda:1"))
-    restored(taken)
+
+    class Recorded(torch.Generator):
+        def __new__(cls, device="cpu"):
+            made.append(str(device))
+            return super().__new__(cls)
+
+    class OfGpu(Recorded):
+        device = torch.device("cuda:0")
+
+    monkeypatch.setattr(torch, "Generator", Recorded)
+    taken = {"generator": [OfGpu(), Recorded()]}
+    made.clear()
+    with_own_generators(taken, torch.device("cuda:1"))
+    with_own_generators(taken)
     assert made == ["cuda:1", "cpu", "cuda:0", "cpu"]
 
 

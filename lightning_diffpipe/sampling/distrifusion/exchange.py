@@ -126,9 +126,6 @@ class Exchange:
 
         Returns:
             By sender, of this step or of the step before; None in a displaced first step, which has none.
-
-        Raises:
-            GraphError: The forward took another course than in the first step.
         """
         self._check(kind, call, own)
         if fresh or self._synchronous:

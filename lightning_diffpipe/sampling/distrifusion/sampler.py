@@ -51,7 +51,7 @@ from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, 
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
-from lightning_diffpipe.sampling.loop import restored, snapshot
+from lightning_diffpipe.sampling.loop import with_own_generators
 from lightning_diffpipe.sampling.rehearsal import (
     error_against,
     failing,
@@ -334,9 +334,6 @@ def emulate(
 
     Returns:
         The final latents, and the samplers of all bands with their statistics.
-
-    Raises:
-        ConfigurationError: Bands have other noise.
     """
     device, default = request.latents.device, None
     if request.step_kwargs.get("generator") is None and takes_generator(request.scheduler):
@@ -347,8 +344,9 @@ def emulate(
     network = LoopbackNetwork(num_bands, device, link, timeout_s)
     kwargs = dict(request.step_kwargs) | ({} if default is None else {"generator": default})
 
-    states = snapshot(kwargs)  # a thread samples as if it were a process
-    requests = [replace(request, step_kwargs=restored(states)) for _ in range(num_bands)]
+    # A thread samples as if it were a process.
+    own = [with_own_generators(kwargs) for _ in range(num_bands)]
+    requests = [replace(request, step_kwargs=each) for each in own]
 
     def band(links: Links) -> tuple[Tensor, DistriFusion]:
         sampler = DistriFusion(request.model, links, **options)

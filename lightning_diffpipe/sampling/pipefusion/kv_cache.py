@@ -57,11 +57,7 @@ class AttentionCall(NamedTuple):
         return self.tokens.owned(self.part)
 
     def own_mask(self) -> Tensor | None:
-        """Returns the mask over the part's own keys; None if there is none, or one that is over all keys.
-
-        Raises:
-            LayoutError: It differs from query to query.
-        """
+        """Returns the mask over the part's own keys; None if there is none, or one that is over all keys."""
         num_keys = len(self.tokens.input_of(self.part))
         is_of_part = self.mask is not None and self.mask.shape[-1] == num_keys != self.tokens.size
         if not is_of_part:

@@ -127,9 +127,6 @@ class PartRunner:
 
         Returns:
             The run, with its prediction on the last rank.
-
-        Raises:
-            LayoutError: The closure calls blocks otherwise than its probe saw.
         """
         run = PartRun(self, part, receive, send, tuple(earlier), stop or not self.stage.is_last)
         with self.interception.running(run):
