@@ -18,7 +18,6 @@ are waited for as long as their maker lives (`watcher.py`).
 * `ProcessLinks`: `torch.distributed`, gloo or NCCL. On gloo every message has a tag made of its kind and its
   turn among the messages of this kind on this edge; on NCCL each directed edge of a chain has a communicator, and
   all positions together have one for what they do at the same point.
-* `LoopbackLinks` (`loopback.py`): positions are threads of one process.
 * `Alone`: one position, no network.
 """
 

@@ -261,7 +261,7 @@ def all_to_all(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **options: Any) 
     return q.clone().masked_fill_(reached, math.nan)
 
 
-class _MixingSearch(TorchDispatchMode):
+class MixingSearch(TorchDispatchMode):
     """Finds the first operator that spreads NaN."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -307,7 +307,7 @@ def mixing_operator(
     # A power of two, so that no token is cut.
     rows = torch.arange(num_rows) < 1 << (max(num_rows // 2, 1).bit_length() - 1)
     stack: list[nn.Module] = []
-    watch = _MixingSearch(stack)
+    watch = MixingSearch(stack)
     push = hooks.register_module_forward_pre_hook(lambda module, args: stack.append(module))
     pop = hooks.register_module_forward_hook(lambda module, args, out: (stack.pop(), None)[1])
     try:
