@@ -227,13 +227,7 @@ def check_request(
     """Refuses requests that a model cannot serve by its configs alone; others are refused while it samples.
 
     Of diffusers pipelines, what they check themselves before all else, and `num_patches` unless they pack
-    latents into tokens, whose number only their call knows.
-
-    Args:
-        source: The model, whose weights need not be read.
-        settings: The request.
-        method: Method by which ranks share the work.
-        num_patches: Patches of PipeFusion.
+    latents into tokens, whose number only their call knows. Weights need not be read.
     """
     refuse_ignored_size(source, settings)
     if isinstance(source, ModuleSource):

@@ -58,15 +58,7 @@ _COLUMN_PIXELS = 256  # at most, their width
 
 
 def image_grid(images: Tensor, columns: int = 8) -> Image.Image:
-    """Lays images out in rows.
-
-    Args:
-        images: `(N, 3, H, W)` in [0, 1].
-        columns: Images per row.
-
-    Returns:
-        One image of `columns * W` pixels width, filled up with black.
-    """
+    """Lays images, `(N, 3, H, W)` in [0, 1], out in rows of so many; the last one is filled up with black."""
     missing = -len(images) % columns
     padded = torch.cat([images, images.new_zeros(missing, *images.shape[1:])])
     rows, (_, channels, height, width) = len(padded) // columns, padded.shape
@@ -430,13 +422,8 @@ class _RefusedError(Exception):
 def sample_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> Any:
     """Samples with all ranks of a pipeline; collective, inside `Pipeline.relayed`.
 
-    Args:
-        pipeline: Pipeline in training.
-        call: The call of a pipeline.
-        num_patches: Patches of PipeFusion, which begins with a synchronous step. With 1 all steps are synchronous.
-
-    Returns:
-        What the call returns; None, with the reason in the log, where PipeFusion cannot do it on these stages.
+    PipeFusion begins with a synchronous step; with one patch all steps are synchronous. Returns what the call does,
+    or None, with the reason in the log, where PipeFusion cannot do it on these stages.
     """
     sampler = StageSampler(pipeline, num_patches)
     try:

@@ -159,12 +159,9 @@ def torch_of_call(draw: Draw) -> StandIn:
 def one_timestep(
     real: Any, timesteps: Tensor, on_step: Callable[[Tensor, Tensor], Tensor]
 ) -> StandIn:
-    """Returns a scheduler with one step at given times, which scales and computes nothing.
+    """Returns a scheduler with one step at the times of samples, `(B,)`, which scales and computes nothing.
 
-    Args:
-        real: The pipeline's scheduler.
-        timesteps: One for each sample, `(B,)`.
-        on_step: (prediction, sample) -> latents after the step.
+    `on_step(prediction, sample)` returns the latents after it.
     """
 
     # Pipelines look which arguments these methods take.
@@ -317,9 +314,7 @@ def of_type(real: Any, dtype: torch.dtype) -> Any:
 def of_length(real: Any, length: Callable[[], int]) -> StandIn:
     """Returns a denoiser whose states of prompts have one length for prompts of any length.
 
-    Args:
-        real: Computes.
-        length: Gives the length. Longer states stay as they are, and so do those that no mask argument goes with.
+    Longer states stay as they are, and so do those that no mask argument goes with.
     """
 
     def call(*args: Any, **options: Any) -> Any:
@@ -493,13 +488,7 @@ def in_type(answer: Any, dtype: torch.dtype) -> Any:
 def no_decoder(
     real: Any, give: Callable[[Tensor], None], encode: Callable[..., Any] | None = None
 ) -> StandIn:
-    """Returns an autoencoder that passes its input to `on_decode`, and ends the call.
-
-    Args:
-        real: Encodes by itself, unless `encode` does.
-        give: Gets the latents that shall be decoded.
-        encode: In the place of its own.
-    """
+    """Returns an autoencoder that passes its input to `give`, and ends the call; `encode` replaces its own."""
 
     def decode(latents: Tensor, *_: Any, **__: Any) -> Any:
         give(latents)
@@ -650,12 +639,7 @@ def is_followed(real: Any) -> bool:
 
 
 def dropping_encoder(real: Any, shown: Tensor) -> StandIn:
-    """Returns an autoencoder whose encodings of some samples are zeros, as a pipeline samples without an image.
-
-    Args:
-        real: The autoencoder, of whose posterior only the mode is used.
-        shown: 1 for the samples whose encodings stay, 0 for the others, `(B,)`.
-    """
+    """Returns an autoencoder whose encodings, modes of posteriors, are zeros where `shown`, `(B,)`, is 0."""
 
     def encode(pixels: Tensor, *args: Any, **options: Any) -> Any:
         mode = real.encode(pixels, *args, **options).latent_dist.mode()
@@ -710,10 +694,7 @@ def _flat(tree: Any) -> tuple[list[tuple[pytree.KeyPath, Any]], pytree.TreeSpec]
 def per_sample(real: Any, places: Sequence[ArgumentPlace], values: Mapping[str, Tensor]) -> Any:
     """Returns a denoiser that takes numbers of each sample in place of the pipeline's, which are for all.
 
-    Args:
-        real: The denoiser.
-        places: Places of the numbers among its arguments.
-        values: The numbers, `(B, entries)`, by argument; the pipeline's own stay where there are none.
+    `values` has the numbers, `(B, entries)`, by argument; the pipeline's own stay where there are none.
     """
     replaced = [place for place in places if place.argument in values]
 

@@ -59,11 +59,8 @@ def lora_files(path: Path, parts: Mapping[str, Any]) -> dict[Path, dict[str, Any
     """Returns the files with adapters of parts, each with the parts it is for, by name; none without parts.
 
     diffusers loads a file into one of two denoisers, the second by an argument of its own (Wan's
-    `load_into_transformer_2`), and by the name of the first.
-
-    Args:
-        path: The file, or its folder; the second denoiser has a folder in that, if it is not the only one.
-        parts: Parts of a pipeline, by their names there.
+    `load_into_transformer_2`), and by the name of the first. The second denoiser has a folder in that of `path`, if
+    it is not the only one.
     """
     first = {name: part for name, part in parts.items() if name != SECOND}
     second = {name: part for name, part in parts.items() if name == SECOND}
@@ -395,10 +392,7 @@ def with_ip_adapters(
 ) -> Weights:
     """Loads adapters into a pipeline whose denoiser is a skeleton, and sets their scales.
 
-    The denoiser gets further layers, whose parameters are placeholders.
-
-    Returns:
-        The weights of the denoiser with those of the adapters.
+    The denoiser gets further layers, of placeholders. Returns its weights with those of the adapters.
     """
     paths = [Path(path) for path in adapters]
     files = ", ".join(map(str, paths))

@@ -492,13 +492,9 @@ def _together(place: str, inside: list[Any], num: int, num_more: int) -> dict[st
 
 
 def inner_of(places: Mapping[str, int], name: str, inputs: int, arguments: Any) -> dict[str, int]:
-    """Returns `inner` of all arguments of a call of the denoiser, given that of its latents.
+    """Returns `inner` of all arguments of a call of the denoiser, given `inputs`, that of its latents.
 
-    Args:
-        places: Rows for each sample, from `rows_by_place`.
-        name: Name of the argument with the latents.
-        inputs: `inner` of these.
-        arguments: Arguments of that call.
+    `places` has rows for each sample, from `rows_by_place`, and `name` is the argument with the latents.
     """
     inner = {}
     for place, each in places.items():

@@ -132,10 +132,9 @@ def options_taken(method: str) -> set[str]:
 
 
 def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
-    """Chooses the mesh, and refuses options that cannot work with any model, before one is loaded.
+    """Returns options with a mesh, and refuses those that cannot work with any model, before one is loaded.
 
-    Returns:
-        The options with a mesh; with `method="auto"`, which is decided with the first request, as they are.
+    With `method="auto"`, which is decided with the first request, they are returned as they are.
     """
     method, given = options.method, {axis: getattr(options, axis) for axis in get_args(Axis)}
     require_choice("method", method, (*AXES, "auto"))
@@ -187,11 +186,7 @@ def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
 
 
 def prepare_denoiser(model: nn.Module, options: MethodOptions) -> None:
-    """Chooses the kernel of a denoiser's attention, and compiles its blocks, of which no weights are needed yet.
-
-    Raises:
-        ConfigurationError: The denoiser has no such kernel or blocks, or nothing that its step cache could skip.
-    """
+    """Chooses the kernel of a denoiser's attention, and compiles its blocks, of which no weights are needed yet."""
     refuse_cache_of(model, options.cache)
     if options.attention is not None:
         set_attention(model, options.attention)
@@ -385,11 +380,7 @@ class Worker:
     def load(self, call: Call) -> dict[str, Any]:
         """Reads what this rank needs for a request before `sample`, whose messages do not wait for slow disks.
 
-        Returns:
-            What was decided about the request on the way, for `sample`.
-
-        Raises:
-            ConfigurationError: Ranks cannot share such a request by this method.
+        Returns what was decided about the request on the way, for `sample`.
         """
         refuse_request(call, self.options)
         if self.mesh_links.mesh.sequence > 1 and self._sampler.sequence_mode == "ring":
@@ -403,13 +394,9 @@ class Worker:
     def sample(
         self, call: Call, on_step: Callable[[int], None], prepared: Mapping[str, Any]
     ) -> Tensor:
-        """Runs a request with all ranks, when all have loaded.
+        """Runs a request with all ranks, when all have loaded; returns the final latents of this rank's samples.
 
-        Returns:
-            The final latents of this rank's share of the samples.
-
-        Raises:
-            DiffPipeError: With a note of whether messages are under way that cannot be taken back.
+        Errors say whether messages are under way that cannot be taken back.
         """
         self._begin(len(call.timesteps))
         share = self._share(call)
@@ -499,11 +486,7 @@ class Worker:
         return {"setting": setting}
 
     def gather(self, call: Call, latents: Tensor) -> Tensor:
-        """Brings the latents of all positions of the data axis to rank 0, when all ranks have sampled.
-
-        Returns:
-            On rank 0 the final latents of all samples; elsewhere what was given.
-        """
+        """Returns the latents of all samples on rank 0, when all ranks have sampled; elsewhere what was given."""
         mesh, links = self.mesh_links.mesh, self.world.links
         if mesh.data == 1:
             return latents

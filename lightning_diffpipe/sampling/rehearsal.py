@@ -197,8 +197,7 @@ def relative_error(parts: Any, whole: Any) -> float:
 def error_against(links: Links, plain: Callable[[], Any], parts: Any, warning: str) -> float:
     """Returns the relative error of results against a plain call of rank 0; collective.
 
-    Returns:
-        0, with a warning, where memory does not suffice for that call.
+    Where memory does not suffice for that call, it is 0, with a warning.
     """
 
     def error_here() -> float:

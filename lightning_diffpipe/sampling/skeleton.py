@@ -183,9 +183,6 @@ def stored_dtype(folder: Path, variant: str | None = None) -> torch.dtype | None
 
     That of float8, which layers cannot compute with, is bfloat16, which has all its values. Scales of weights that
     are stored quantized do not count.
-
-    Raises:
-        CheckpointError: A file cannot be read.
     """
     sizes: dict[str, int] = defaultdict(int)
     infix = re.escape(f".{variant}") if variant and any(folder.glob(f"*.{variant}*")) else ""
@@ -286,11 +283,7 @@ def skeleton(
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:
-    """Compares names, before anything is read.
-
-    Raises:
-        CheckpointError: Some tensors of the model are not stored, or others are.
-    """
+    """Raises CheckpointError, before anything is read, unless just the tensors of a model are stored."""
     in_model, stored = set(model.state_dict()), weights.names()
     refuse_names(type(model).__name__, weights.origin, in_model - stored, len(in_model))
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()

@@ -285,9 +285,6 @@ class DiffusersFolder:
         """Returns the pipeline; on other ranks than rank 0 it is made from configs alone.
 
         Then its modules have no weights, and those of transformers are missing.
-
-        Raises:
-            ConfigurationError: Its autoencoder cannot save memory as is asked for.
         """
         if self._pipeline is not None:
             return self._pipeline
@@ -499,9 +496,6 @@ def load_part(
         entry: Library and class of the part, a module, tokenizer or scheduler; as in `model_index.json`.
         dtype: Type of its weights; None for that in which most of them are stored.
         variant: Variant of its files, where there are such files, as in diffusers.
-
-    Raises:
-        CheckpointError: The weights are those of a part with adapters, or some are missing or not known.
     """
     cls, origin = class_of(*entry), f"{path}/{name}".rstrip("/")
     if not issubclass(cls, nn.Module):

@@ -115,7 +115,7 @@ class PartRunner:
         earlier: Sequence[PartRun] = (),
         stop: bool = False,
     ) -> PartRun:
-        """Runs the closure once.
+        """Runs the closure once; the run that is returned has the prediction, on the last rank.
 
         Args:
             call: The closure, with its latents and timestep.
@@ -124,9 +124,6 @@ class PartRunner:
             send: Takes what goes to the rank after it.
             earlier: Runs on other samples of the same step, whose results are to be put together.
             stop: Stop after the last own block also on the last rank.
-
-        Returns:
-            The run, with its prediction on the last rank.
         """
         run = PartRun(self, part, receive, send, tuple(earlier), stop or not self.stage.is_last)
         with self.interception.running(run):

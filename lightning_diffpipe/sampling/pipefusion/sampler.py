@@ -125,12 +125,7 @@ class PipeFusion:
         self._rehearsed: set[int] = set()  # numbers of layouts, the same on all ranks
 
     def prepare(self, request: Request) -> PipeFusionSetting:
-        """Decides everything about a request; collective. Rank 0 probes, and broadcasts the layout.
-
-        Raises:
-            ConfigurationError: Patches, ranks or the scheduler do not fit; on all ranks.
-            LayoutError: The model cannot be sampled in patches; on all ranks.
-        """
+        """Decides everything about a request; collective. Rank 0 probes, and broadcasts the layout or its error."""
 
         def decide() -> tuple[int, Layout | None, tuple[int, ...]]:
             """Returns the number of the layout, the layout if it is new to other ranks, and where to cut."""

@@ -86,16 +86,9 @@ class _MarkedCall(NamedTuple):
 def probe(request: Request, axis: int | None = None) -> Layout:
     """Finds the layout of a request's model for latents of its shape.
 
-    Args:
-        request: Nothing in it is changed.
-        axis: The axis of the latents to cut, e.g. 2 for the frames of a video; by default rows, or tokens
-            where latents are packed into (samples, tokens, channels).
-
-    Returns:
-        The layout: plain data, valid for every number of patches and ranks.
-
-    Raises:
-        LayoutError: The model mixes tokens outside attention, or hides its attention.
+    `axis` of the latents is cut, such as 2 for the frames of a video; by default rows, or tokens where latents are
+    packed into (samples, tokens, channels). Raises LayoutError if the model mixes tokens outside attention or hides
+    its attention.
     """
     with request.inferring(), finite_placeholders(request.model):
         return _Probe(request, axis).run()
@@ -353,12 +346,7 @@ class LayoutStore:
         self._known: list[tuple[_Key, Layout]] = []
 
     def layout_for(self, request: Request) -> Layout:
-        """Returns a layout that fits the request: a stored one, or a new one by probing.
-
-        Raises:
-            LayoutError: The model cannot be sampled in parts, or fails while it is probed.
-            ConfigurationError: Memory does not suffice to probe it.
-        """
+        """Returns a layout that fits the request: a stored one, or a new one by probing."""
         key = _key(request)
         for stored, layout in self._known:
             if stored == key and fits(layout, request):
