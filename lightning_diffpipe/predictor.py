@@ -461,26 +461,22 @@ class Predictor:
         """Ends a request on all ranks with an error that is raised inside."""
         try:
             yield
-        except (ConfigurationError, GraphError) as error:
-            error.is_of_all_ranks = True  # they go on together
-            if error.leaves_messages:
-                self._break_off(error)
-            raise
         except BaseException as error:
-            self._break_off(error)
+            if isinstance(error, ConfigurationError | GraphError):
+                error.is_of_all_ranks = True
+                if not error.leaves_messages:
+                    raise  # they go on together
+            if self._world.num_ranks == 1:
+                raise
+            # Ranks are at different points of the request, whose messages end here.
+            if not getattr(error, "is_of_all_ranks", False):
+                self._world.leave(error)
+            self._broken_by, worker, self._worker = repr(error), self._worker, None
+            if self._world.backend == "gloo":
+                forget_variables(error)
+                if worker is not None:
+                    worker.mesh_links.abandon()
             raise
-
-    def _break_off(self, error: BaseException) -> None:
-        """Ends the messages of a request after an error, when ranks are at different points of it."""
-        if self._world.num_ranks == 1:
-            return
-        if not getattr(error, "is_of_all_ranks", False):
-            self._world.leave(error)
-        self._broken_by, worker, self._worker = repr(error), self._worker, None
-        if self._world.backend == "gloo":
-            forget_variables(error)
-            if worker is not None:
-                worker.mesh_links.abandon()
 
     def _reconnect(self) -> None:
         """Joins all ranks again after an error in the middle of a request; collective."""

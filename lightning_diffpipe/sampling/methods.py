@@ -1,12 +1,11 @@
 """The methods by name, which docs/sampling.md lists, and one rank's part in the chosen one."""
 
-import difflib
 import functools
 import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -55,7 +54,6 @@ CHOOSABLE = ("single", "sequence", "synchronous", "pipefusion", "distrifusion")
 _SAMPLERS: dict[str, type] = dict.fromkeys(AXES, DistriFusion)
 _SAMPLERS |= {"single": OneProcess, "sequence": SequenceParallel, "pipefusion": PipeFusion}
 _GIVEN = {"model", "links", "sequence_links", "num_patches", "warmup_steps"}
-_CALLED_OTHERWISE = {"torch_dtype": "dtype"}  # as diffusers says it
 
 
 @dataclass(frozen=True)
@@ -139,8 +137,15 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
     method, given = options.method, {axis: getattr(options, axis) for axis in get_args(Axis)}
     require_choice("method", method, (*AXES, "auto"))
     takers = [options_taken(name) for name in (CHOOSABLE if method == "auto" else (method,))]
+    if unknown := sorted(set(options.further) - (taken := set().union(*takers))):
+        raise ConfigurationError(
+            f"method={method} takes no {unknown[0]!r}; it takes {', '.join(sorted(taken)) or 'none of its own'}, "
+            "and those of MethodOptions"
+        )
     if not any(set(options.further) <= names for names in takers):
-        raise _unknown(options, set().union(*takers))
+        raise ConfigurationError(
+            f"method=auto: no method takes {' and '.join(sorted(options.further))} together; leave one out"
+        )
     if method == "auto":
         sizes = {axis: size for axis, size in given.items() if size is not None}
         if num_ranks % math.prod(sizes.values()) or sizes.get("guidance", 1) > 2:
@@ -168,21 +173,6 @@ def _refuse_hooks(options: MethodOptions) -> None:
             "blocks, where compilers leave nothing to answer; take pipefusion, sequence or single, or leave it out"
         )
     refuse_cache(options.cache, options.method, options.mesh.num_ranks, bool(options.compile))
-
-
-def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
-    """Returns the error for the first option that the method does not take, with the remedy."""
-    unknown = sorted(set(options.further) - taken)
-    if not unknown:
-        return ConfigurationError(
-            f"method=auto: no method takes {' and '.join(sorted(options.further))} together; leave one out"
-        )
-    names = [*sorted(taken), *(f.name for f in fields(MethodOptions))]
-    near = difflib.get_close_matches(unknown[0], names, n=1)
-    hint = f"it takes {', '.join(sorted(taken))}" if taken else "it has no options of its own"
-    if name := _CALLED_OTHERWISE.get(unknown[0]) or "".join(near):
-        hint = f"say {name}="
-    return ConfigurationError(f"method={options.method} takes no {unknown[0]!r}; {hint}")
 
 
 def prepare_denoiser(model: nn.Module, options: MethodOptions) -> None:

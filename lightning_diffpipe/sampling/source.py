@@ -7,8 +7,6 @@ denoiser, whose weights are read once it is known which layers a rank runs.
 from __future__ import annotations
 
 import contextlib
-import difflib
-import importlib.util
 import inspect
 import itertools
 import re
@@ -383,13 +381,9 @@ def _model_index(
             origin = f"{path} is a {named}, which"
         if isinstance(named, list | tuple):
             origin = f"{path} is a {named[-1]} of its own {named[0]}.py, whose code is not run unasked; it"
-        pipelines = [name for name in dir(diffusers) if name.endswith("Pipeline")]
-        near = difflib.get_close_matches(str(named), pipelines, 1)
         raise ConfigurationError(
-            f"{origin} is no pipeline of diffusers {diffusers.__version__}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-            + "; give a class of your own, a DiffusionPipeline that you have imported, as pipeline_class=CLASS of "
-            "Predictor.from_pretrained"
+            f"{origin} is no pipeline of diffusers {diffusers.__version__}; give a class of your own, a "
+            "DiffusionPipeline that you have imported, as pipeline_class=CLASS of Predictor.from_pretrained"
         )
     is_own = isinstance(stored, list | tuple)
     index |= {"_class": cls, "_class_name": cls.__name__, "_is_own": is_own}
@@ -563,14 +557,11 @@ def call_of(pipeline: Any, arguments: Mapping[str, Any], device: torch.device) -
 
 def refuse_unknown(pipeline: Any, names: Iterable[str]) -> None:
     """Raises ConfigurationError for an argument that a diffusers pipeline's call does not take."""
-    takes = inspect.signature(type(pipeline).__call__).parameters
-    for name in names:
-        if name not in takes:
-            near = difflib.get_close_matches(name, takes, n=1)
-            hint = (
-                f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(list(takes)[1:])}"
-            )
-            raise ConfigurationError(f"{type(pipeline).__name__} takes no {name!r}; {hint}")
+    takes = list(inspect.signature(type(pipeline).__call__).parameters)[1:]
+    if unknown := [name for name in names if name not in takes]:
+        raise ConfigurationError(
+            f"{type(pipeline).__name__} takes no {unknown[0]!r}; it takes {', '.join(takes)}"
+        )
 
 
 def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
@@ -635,13 +626,14 @@ def images_of(call: PipelineCall, sample: Sample) -> Any:
         said = re.sub(r"tensor\([^()]*\)", "tensor(...)", str(error))
         raise ConfigurationError(f"{call.name}: {said}") from error
     except Exception as error:
-        if lacking := _lacking_package(error):
-            raise ConfigurationError(
-                f"{call.name} needs the package {lacking}, which is not installed: pip install {lacking}"
-            ) from error
         raise ConfigurationError(
             f"{call.name} ends in {type(error).__name__} before anything is denoised, with a denoiser that "
-            f"predicts zeros: {error}; {_no_step_left(call)}"
+            f"predicts zeros: {error}"
+            # diffusers leaves names of some packages undefined, and fails in torch if the strength leaves no step.
+            + f"; if that is a package, pip install {getattr(error, 'name', '')}"
+            * isinstance(error, NameError)
+            + "; if it does so in diffusers alone, take a higher strength or num_inference_steps, another "
+            "scheduler or other arguments"
         ) from error
     _refuse_shapes(request)
     try:
@@ -653,26 +645,6 @@ def images_of(call: PipelineCall, sample: Sample) -> Any:
         if hasattr(output, attribute):
             return getattr(output, attribute)
     return output if isinstance(output, Tensor | list) else output[0]
-
-
-def _lacking_package(error: Exception) -> str | None:
-    """Returns the missing package that an error names; diffusers leaves names of some packages undefined."""
-    name = getattr(error, "name", None) if isinstance(error, NameError | ImportError) else None
-    name = str(name or "").partition(".")[0]
-    is_optional = isinstance(error, ImportError) or hasattr(diffusers.utils, f"is_{name}_available")
-    return name if name and is_optional and importlib.util.find_spec(name) is None else None
-
-
-def _no_step_left(call: PipelineCall) -> str:
-    """Returns the remedy for a failed call; pipelines fail in torch where the strength leaves no step."""
-    values = {
-        name: call.arguments.get(name, parameter.default)
-        for name, parameter in inspect.signature(type(call.pipeline).__call__).parameters.items()
-    }
-    strength, num_steps = values.get("strength"), values.get("num_inference_steps")
-    if isinstance(strength, Real) and isinstance(num_steps, Real) and strength * num_steps < 1:
-        return f"strength={strength} of num_inference_steps={num_steps} is less than a step: raise either"
-    return "if it does so in diffusers alone, take another scheduler or other arguments"
 
 
 def _refuse_shapes(request: Call) -> None:
