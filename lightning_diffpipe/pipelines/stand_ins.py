@@ -394,7 +394,12 @@ class Lockstep:
                 call = partial(self._ask, name, part, *asking)
                 parts[name] = StandIn(part, call=call, dtype=dtype_of(part))
             for name, part in self._encoders.items():
-                mode = partial(self._ask, name, partial(_mode, part), *asking)
+                mode = partial(
+                    self._ask,
+                    name,
+                    lambda x, vae=part: encoding(vae)(x).latent_dist.mode(),
+                    *asking,
+                )
                 encode = lambda pixels, mode=mode: posterior_of(mode(pixels))
                 parts[name] = StandIn(part, encode=encode)
             if methods:
@@ -439,10 +444,6 @@ def encoding(real: Any) -> Callable[..., Any]:
             return real.encode(pixels.to(dtype_of(real)), *args, **options)
 
     return encode
-
-
-def _mode(vae: Any, pixels: Tensor) -> Tensor:
-    return encoding(vae)(pixels).latent_dist.mode()
 
 
 @dataclass

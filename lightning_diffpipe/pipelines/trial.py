@@ -130,12 +130,7 @@ def encoding_means(decoder: Any) -> Callable[..., Any]:
 
 
 class Trial:
-    """Runs of a call in which only its text encoders compute.
-
-    Args:
-        step: The call.
-        parts: The pipeline's parts by name.
-    """
+    """Runs of a call in which only its text encoders compute."""
 
     def __init__(self, step: OneStep, parts: Mapping[str, Any]) -> None:
         self._step = step

@@ -15,6 +15,7 @@ Source: IP-Adapter, Ye et al. (2023), https://arxiv.org/abs/2308.06721
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import logging
@@ -159,13 +160,8 @@ class StoredLora:
     def adapt(self, name: str, part: nn.Module, adapter: str = "default") -> dict[str, Any]:
         """Adds peft's layers to a part in float32, and returns them by name; raises CheckpointError as `layers`."""
         tensors = [key for key in self._weights if key.startswith(f"{name_in_file(name)}.")]
-        try:
+        with _fitting(self.path, name):
             self._load(name, part, adapter)
-        except Exception as error:  # whatever does not fit
-            reason = " ".join(str(error).split())
-            raise CheckpointError(
-                f"cannot load {self.path} into the {name}, is it of another model? {type(error).__name__}: {reason}"
-            ) from error
         layers = _layers_of(part)
         adapters = {
             f"{key}.{kind}": value
@@ -204,6 +200,18 @@ class StoredLora:
             part.load_lora_adapter(weights, prefix=name_in_file(name), **settings)
         finally:
             part.__class__ = cls
+
+
+@contextlib.contextmanager
+def _fitting(files: str, part: str) -> Iterator[None]:
+    """Raises CheckpointError for whatever does not fit into a part."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"cannot load {files} into the {part}, is it of another model? {type(error).__name__}: {reason}"
+        ) from error
 
 
 def _layers_of(part: nn.Module) -> dict[str, Any]:
@@ -268,17 +276,7 @@ def refuse_scales(given: Mapping[str, Any]) -> None:
 
 
 class AdaptedWeights(ChangedWeights):
-    """Stored weights of a part, with LoRA files added as they are read.
-
-    Args:
-        weights: The stored ones.
-        part: Name of the part.
-        model: Its structure.
-        loras: The files.
-
-    Raises:
-        CheckpointError: A file is of another model.
-    """
+    """Stored weights of a part, given its name and structure, with LoRA files added as they are read."""
 
     def __init__(
         self, weights: Weights, part: str, model: nn.Module, loras: Collection[StoredLora]
@@ -402,7 +400,7 @@ def with_ip_adapters(
     several = len(paths) > 1
     empty = {name: None for name in inspect.signature(load).parameters if "image_encoder" in name}
     empty.pop("image_encoder_dtype", None)
-    try:
+    with _fitting(files, type(denoiser).__name__):
         num_stored = sum(map(_num_layer_tensors, paths))
         # It warns that the image encoder is missing, also on ranks that need none.
         with mock.patch.object(logging.getLogger(load.__module__), "disabled", True):
@@ -413,11 +411,6 @@ def with_ip_adapters(
                 local_files_only=True,
                 **empty,
             )
-    except Exception as error:  # whatever does not fit
-        raise CheckpointError(
-            f"cannot load {files} into the {type(denoiser).__name__}, is it of another model? "
-            f"{type(error).__name__}: {error}"
-        ) from error
     added = _taken_out(denoiser, before)
     num_layer_tensors = sum(".processor." in name for name in added)
     is_whole = num_layer_tensors == num_stored > 0

@@ -93,11 +93,7 @@ def _for_trial(call: PipelineCall) -> PipelineCall:
 
 
 class _ObservedRun:
-    """A run with zeros as predictions: its steps, and how they call denoisers.
-
-    Args:
-        call: The pipeline's call.
-        num_steps: Steps after which the run ends; None runs and records all of the call.
+    """A run with zeros as predictions, of so many steps, or, recorded, of all: how they call denoisers.
 
     Attributes:
         request: The `Call` that the run has observed.
@@ -336,12 +332,9 @@ def _orders(call: Call, num: int) -> tuple[int, int]:
 
 
 class _MarkedSampleRun:
-    """A run in which the last sample is NaN after each step, and must reach nothing but its own rows.
+    """A run in which the last of `num` samples is NaN after each step, and must reach nothing but its own rows.
 
-    Args:
-        call: The request.
-        num: Its samples.
-        inner: Order of the rows of the latents that is tried.
+    These are tried with an order of the rows of the latents, `inner`.
 
     Attributes:
         inputs: Order of the rows of the denoiser's input.

@@ -211,13 +211,7 @@ def make_sampler(
 class Chooser:
     """Chooses method and mesh of requests by the rule, on rank 0, which sends the choice to others.
 
-    Args:
-        model: The denoiser, perhaps a skeleton.
-        link: Between any two ranks.
-        device: Device of a rank.
-        num_ranks: Number of ranks.
-        memory_bytes: Free memory of every rank, in bytes; None for no limit.
-        options: Options of the user, which are not changed.
+    `memory_bytes` are free on every rank, None for no limit; the options of the user are not changed.
     """
 
     def __init__(

@@ -95,10 +95,8 @@ def _opened(path: Path) -> Any:
 class SafetensorsFolder(Weights):
     """Weights of one part of a diffusers folder: one file, or several with an index.
 
-    Args:
-        folder: Sub-folder of the part, such as `.../transformer`.
-        variant: As in diffusers: `"fp16"` for `diffusion_pytorch_model.fp16.safetensors`.
-        stem: First part of the files' names.
+    Their names begin with `stem`, and have the variant as in diffusers: `"fp16"` for
+    `diffusion_pytorch_model.fp16.safetensors`.
     """
 
     def __init__(self, folder: str | Path, variant: str | None = None, stem: str = _STEM) -> None:

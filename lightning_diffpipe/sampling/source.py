@@ -103,31 +103,20 @@ class Settings:
             raise ConfigurationError(
                 f"prompts must be a list with at least one prompt; got {self.prompts!r}"
             )
-        counted = {name: getattr(self, name) for name in ("num_inference_steps", "height", "width")}
-        counted |= {k: v for k, v in self.options.items() if k in _PER_PROMPT}
-        for name, value in counted.items():
-            if value is not None:
-                require_number(name, value, 1, whole=True)
-        require_number("seed", self.seed, whole=True)
-        if not -(2**63) <= self.seed < 2**64:
-            raise ConfigurationError(f"seed must have 64 bits; got {self.seed}")
-        if not isinstance(self.guidance_scale, Real | None):
-            raise ConfigurationError(
-                f"guidance_scale must be a number; got {self.guidance_scale!r}"
-            )
+        counted = {"num_inference_steps": None, "height": _LONGEST_SIDE, "width": _LONGEST_SIDE}
+        for name, most in (counted | dict.fromkeys(_PER_PROMPT)).items():
+            if (value := self.given().get(name)) is not None:
+                require_number(name, value, 1, most, whole=True)
+        require_number("seed", self.seed, -(2**63), 2**64 - 1, whole=True)
+        if self.guidance_scale is not None:
+            require_number("guidance_scale", self.guidance_scale)
         items = [(name, each) for name, v in self.given().items() for each in pytree.tree_leaves(v)]
         for name, value in items:
-            if isinstance(value, Real) and not abs(value) <= _LARGEST:
-                raise ConfigurationError(f"{name} must be a finite number; got {value!r:.40}")
+            if isinstance(value, Real) and not isinstance(value, bool):
+                require_number(name, value, -_LARGEST, _LARGEST)
             if isinstance(value, Tensor) and (bad := int((~value.isfinite()).sum())):
                 raise ConfigurationError(
                     f"{name} must be finite; {bad} of its {value.numel()} entries are infinite or NaN"
-                )
-        for name in ("height", "width"):
-            if (getattr(self, name) or 0) > _LONGEST_SIDE:
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)} is more than {_LONGEST_SIDE} pixels, the longest side of a "
-                    "image in most formats"
                 )
 
     def given(self) -> dict[str, Any]:
@@ -194,14 +183,7 @@ class Source(Protocol):
 
 
 class DiffusersFolder:
-    """A pipeline saved by diffusers.
-
-    Args:
-        path: Folder with `model_index.json`.
-        leads: Load the other parts, too.
-        device: Device to compute on.
-        opening: Further options, and parts to take in place of those of the folder.
-    """
+    """A pipeline saved by diffusers, in a folder with `model_index.json`; the rank that `leads` loads all parts."""
 
     def __init__(self, path: Path, leads: bool, device: torch.device, opening: Opening) -> None:
         dtype, variant, parts = opening.dtype, opening.variant, opening.parts

@@ -381,9 +381,7 @@ def _of_tensor(x: Tensor) -> Hashable:
 class RepeatedCalls:
     """Answers repeated calls of the blocks in one run.
 
-    Args:
-        kinds: Kinds of blocks of the model.
-        by_value: Numbers matter, too: what is no result of a block must be the same tensor.
+    With `by_value` numbers matter, too: what is no result of a block must be the same tensor.
     """
 
     def __init__(self, kinds: BlockKinds, by_value: bool = False) -> None:
