@@ -42,6 +42,7 @@ from lightning_diffpipe.errors import (
     raised_by_all,
     require_timeout,
 )
+from lightning_diffpipe.graph.placement import held_bytes
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.model_sources import (
     open_source,
@@ -383,16 +384,19 @@ class Predictor:
             # Before decoding, so that no rank waits for rank 0 if that fails.
             reports = self._world.links.gather_object(worker.report())
         self._world.enter("decoding latents", works=self._world.rank == 0)
-        self.report = merge(reports) if self._world.rank == 0 else None
+        num_steps, denoiser = len(packed.timesteps), self.source.denoiser
+        if self._world.rank == 0:
+            whole_bytes = sum(map(held_bytes, denoiser.parameters()))
+            self.report = merge(worker.options, num_steps, whole_bytes, reports)
         if ranks := [str(rank) for rank, each in enumerate(reports) if not each.is_finite]:
-            dtype = str(self.source.denoiser.dtype)[6:]
+            dtype = str(denoiser.dtype)[6:]
             advice = "lower guidance_scale, or check the weights and the pipeline's arguments"
             if dtype == "float16":
                 advice = "the model may overflow: choose dtype=bfloat16 or float32"
             with raised_by_all():
                 # Images would be black.
                 raise SamplingError(
-                    f"final latents are not finite (ranks {', '.join(ranks)}; {reports[0].num_steps} steps in "
+                    f"final latents are not finite (ranks {', '.join(ranks)}; {num_steps} steps in "
                     f"{dtype}): {advice}"
                 )
         return latents

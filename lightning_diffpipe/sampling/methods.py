@@ -37,7 +37,7 @@ from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     refuse_without_normaliser,
 )
 from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
-from lightning_diffpipe.sampling.report import RankReport, SamplingStatistics
+from lightning_diffpipe.sampling.report import SamplingStatistics
 from lightning_diffpipe.sampling.request import OneProcess, Request, Sampler, require_warmup
 from lightning_diffpipe.sampling.skeleton import load_weights
 from lightning_diffpipe.sampling.source import Source
@@ -359,7 +359,7 @@ class Worker:
             self._model, self.mesh_links.links, self.mesh_links.sequence_links, options
         )
         self._of_others: dict[str, Any] = {}  # samplers of further denoisers, by their names
-        self._begin(0)
+        self._begin()
 
     def load(self, call: Call) -> dict[str, Any]:
         """Reads what this rank needs for a request before `sample`, whose messages do not wait for slow disks.
@@ -382,7 +382,7 @@ class Worker:
 
         Errors say whether messages are under way that cannot be taken back.
         """
-        self._begin(len(call.timesteps))
+        self._begin()
         share = self._share(call)
         latents, phases = share.latents, list[SamplingStatistics]()
         if not len(latents):
@@ -406,12 +406,11 @@ class Worker:
         finally:
             self._model.train(was_training)
         self._statistics = functools.reduce(SamplingStatistics.followed_by, phases)
-        self._is_finite = bool(latents.isfinite().all())
+        self._statistics.is_finite = bool(latents.isfinite().all())
         return latents
 
-    def _begin(self, num_steps: int) -> None:
+    def _begin(self) -> None:
         """Begins to count for a request."""
-        self._num_steps, self._is_finite = num_steps, True
         self._statistics, self._sent_before = SamplingStatistics(), self._sent_outside()
 
     def _share(self, call: Call) -> Call:
@@ -493,17 +492,17 @@ class Worker:
             whole[rows] = latents[: len(rows)]
         return whole
 
-    def report(self) -> RankReport:
-        """Returns the report of this rank for the last request."""
-        sampled, outside = self._statistics, self._sent_outside().since(self._sent_before)
-        sizes = [(p, held_bytes(p)) for p in self._model.parameters()]
-        return RankReport(
-            self.options,
-            self._num_steps,
-            replace(sampled, traffic=sampled.traffic.plus(outside)),
-            sum(size for p, size in sizes if not is_placeholder(p)),
-            sum(size for _, size in sizes),
-            self._is_finite,
+    def report(self) -> SamplingStatistics:
+        """Returns the statistics of the last request, with what was sent outside the sampler.
+
+        Between halves of guidance, and as final latents to rank 0.
+        """
+        outside = self._sent_outside().since(self._sent_before)
+        resident = (p for p in self._model.parameters() if not is_placeholder(p))
+        return replace(
+            self._statistics,
+            traffic=self._statistics.traffic.plus(outside),
+            resident_bytes=sum(map(held_bytes, resident)),
         )
 
     def _sent_outside(self) -> Traffic:

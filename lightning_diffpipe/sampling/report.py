@@ -1,7 +1,7 @@
 """The cost of a request in seconds and bytes, and how far its images are from those of one process.
 
-A sampler counts while it runs (`SamplingStatistics`), a rank adds what it has read and sent outside (`RankReport`),
-and rank 0 joins these for the user (`SamplingReport`):
+A sampler counts while it runs (`SamplingStatistics`), a rank adds what it has read and sent outside, and
+rank 0 joins these for the user (`SamplingReport`):
 
 pipefusion, num_patches=4, warmup_steps=1, on parallel=2
 20 steps      0.41 s each; 8.3 s in all, 9.1 s with encoding and decoding
@@ -41,12 +41,16 @@ class SamplingStatistics:
             found out about the model on the way.
         total_s: Seconds of the whole request.
         num_synchronous: Synchronous steps at the start, where the method has such.
+        resident_bytes: Bytes of the denoiser's parameters on this rank.
+        is_finite: Whether the final latents of this rank's samples are finite.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
     step_s: list[float] = field(default_factory=list)
     total_s: float = 0.0
     num_synchronous: int | None = None
+    resident_bytes: int = 0
+    is_finite: bool = True
 
     def followed_by(self, other: SamplingStatistics) -> SamplingStatistics:
         """Joins the statistics of two parts of a request."""
@@ -107,27 +111,6 @@ class Stopwatch:
 
 
 @dataclass(frozen=True)
-class RankReport:
-    """One rank's part in one request.
-
-    Attributes:
-        options: Method and mesh that were decided on.
-        statistics: Statistics of the sampler, empty on ranks without a prompt; with what was sent outside of it,
-            between halves of guidance, and as final latents to rank 0.
-        resident_bytes: Bytes of the denoiser's parameters on this rank.
-        whole_bytes: Bytes of all its parameters.
-        is_finite: Whether the final latents of this rank's share of the prompts are finite.
-    """
-
-    options: MethodOptions
-    num_steps: int
-    statistics: SamplingStatistics
-    resident_bytes: int
-    whole_bytes: int
-    is_finite: bool
-
-
-@dataclass(frozen=True)
 class SamplingReport:
     """One request on all ranks.
 
@@ -185,10 +168,10 @@ class SamplingReport:
         return "\n".join(lines)
 
 
-def merge(reports: Sequence[RankReport]) -> SamplingReport:
-    """Joins the reports of all ranks, in the order of ranks."""
-    options, num_steps = reports[0].options, reports[0].num_steps
-    ranks = [report.statistics for report in reports]
+def merge(
+    options: MethodOptions, num_steps: int, whole_bytes: int, ranks: Sequence[SamplingStatistics]
+) -> SamplingReport:
+    """Joins the statistics of all ranks, in their order; the denoiser has `whole_bytes`."""
     traffic = functools.reduce(Traffic.plus, (rank.traffic for rank in ranks))
     steps = [median(rank.step_s) for rank in ranks if rank.step_s]
     approximate = options.method in ("pipefusion", "distrifusion", "naive")
@@ -207,8 +190,8 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
         sampling_s=max(rank.total_s for rank in ranks),
         bytes_sent=dict(traffic.bytes_sent),
         messages_sent=dict(traffic.messages_sent),
-        resident_bytes=[r.resident_bytes for r in reports],
-        whole_bytes=reports[0].whole_bytes,
+        resident_bytes=[rank.resident_bytes for rank in ranks],
+        whole_bytes=whole_bytes,
     )
 
 

@@ -23,7 +23,7 @@ from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.model_sources import check_request, open_source
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.predictor import Predictor
-from lightning_diffpipe.sampling.call import Call, Phase
+from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.loop import Step, with_own_generators
 from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.source import Settings
@@ -416,17 +416,6 @@ def test_steps_that_differ_are_refused_with_another_method(method, remedy):
     call = SimpleNamespace(pipeline=SimpleNamespace(name="APipeline"), phases=[phase])
     with pytest.raises(ConfigurationError, match=f"transformer 1, 2 times.*sample {remedy}"):
         Call.refuse_steps(call, method)
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_step_without_guidance_is_refused_by_both_halves(index):
-    """History: one half of the ranks ended in an IndexError, for which the other one waited until `timeout_s`."""
-    latents = torch.zeros(2, 4, 8, 8)
-    phase = Phase(("unet",), latents.shape, calls=[[{"sample": torch.cat([latents, latents])}]])
-    call = Call(None, [phase], torch.ones(1), latents, None, 2, divided="batch", index=index)
-    assert call._own_rows(4) == [2 * index, 2 * index + 1]
-    with pytest.raises(ConfigurationError, match=r"4 rows, .* takes 2: .* leave guidance at 1"):
-        call._own_rows(2)
 
 
 @pytest.mark.slow

@@ -77,10 +77,10 @@ REASONS = {
     "takes each sample as a tensor of its own": "its denoiser takes samples as a list",
     "has no method `step`": "its scheduler has no `step`",
     "cannot load the pipeline": "diffusers alone cannot load it",
-    "but this request has one that can be divided": "one branch",
-    "treats by their place": "its call changes attention",
+    "this request has one that can be divided": "one branch",
+    "rows are treated by their place": "its call changes attention",
     "copies the first prediction": "its loop copies predictions",
-    "which cannot be here": "samples otherwise than in rows",
+    "rows of samples are not known": "samples otherwise than in rows",
 }
 
 
