@@ -305,17 +305,13 @@ def _checked_rows(source: DiffusersFolder, settings: Settings) -> int | None:
 
 @dataclass(eq=False)
 class ModuleSource:
-    """A module of this project.
+    """A module of this project; see `Source`.
 
     Attributes:
-        cls: Class of the module.
         name: Name of the denoiser, the first one of a cascade: `"unet"` or `"transformer"`.
-        denoiser: The denoiser, or a skeleton of it.
-        weights: Weights of a skeleton.
         module: The whole module, on the rank that leads.
         vae: Config of the autoencoder; None if it samples pixels.
         open_part: Skeleton and weights of another denoiser; None for a module in memory.
-        origin: Path of the module, for messages.
         stored_texts: Texts of a stored part, which ranks compare; None for a module in memory.
     """
 

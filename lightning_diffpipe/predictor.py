@@ -292,7 +292,7 @@ class Predictor:
         self._functions = {name: value for name, value in options.items() if callable(value)}
         started_s = time.perf_counter()
         images = self._lead(check) if self._world.rank == 0 else self._follow(check)
-        self._world.enter("between two requests")
+        watcher.publish(phase="between two requests", step=0)
         if self.report is not None:
             self.report = replace(self.report, total_s=time.perf_counter() - started_s)
         return images
@@ -320,7 +320,7 @@ class Predictor:
     def _lead(self, check: Callable[[], Settings]) -> list[Any]:
         """Runs a request on rank 0: sends the others the call, or the error that ends it before there is one."""
         broadcast, has_begun = self._world.links.broadcast_object, False
-        self._world.enter("encoding prompts", works=True)
+        watcher.publish(phase="encoding prompts", step=-1)  # others may wait for it there
 
         def sample(call: Call) -> Tensor:
             nonlocal has_begun
@@ -364,7 +364,7 @@ class Predictor:
             self._decoding.end()
 
     def _follow(self, check: Callable[[], Settings]) -> None:
-        self._world.enter("waiting for the request")
+        watcher.publish(phase="waiting for the request", step=0)
         with raised_by_all():
             texts, packed = self._world.links.broadcast_object(lambda: None)  # rank 0 has them
 
@@ -383,7 +383,7 @@ class Predictor:
             worker, latents = self._sampled(packed)
             # Before decoding, so that no rank waits for rank 0 if that fails.
             reports = self._world.links.gather_object(worker.report())
-        self._world.enter("decoding latents", works=self._world.rank == 0)
+        watcher.publish(phase="decoding latents", step=-1 if self._world.rank == 0 else 0)
         num_steps, denoiser = len(packed.timesteps), self.source.denoiser
         if self._world.rank == 0:
             whole_bytes = sum(map(held_bytes, denoiser.parameters()))
@@ -474,7 +474,7 @@ class Predictor:
                 raise
             # Ranks are at different points of the request, whose messages end here.
             if not getattr(error, "is_of_all_ranks", False):
-                self._world.leave(error)
+                watcher.fail(error)  # so that others do not count it as lost first
             self._broken_by, worker, self._worker = repr(error), self._worker, None
             if self._world.backend == "gloo":
                 forget_variables(error)
@@ -504,7 +504,7 @@ class Predictor:
                 least = min((each for each in left if each is not None), default=None)
                 model, num_ranks = self.source.denoiser, self._world.num_ranks
                 self._chooser = Chooser(model, link, self.device, num_ranks, least, self.options)
-            self._world.enter("choosing a method")
+            watcher.publish(phase="choosing a method", step=0)
 
             def decide() -> MethodOptions:
                 if self._chooser is not None:

@@ -13,11 +13,6 @@ There is one file for each layer and sample, under the hash of what it depends o
 Any number of ranks, runs and machines may share a folder: a file is written elsewhere and renamed, so that a
 reader sees all of it or nothing, and whoever writes the same key writes the same content. A file that
 was cut short by a crash of the machine, or damaged, is named in a warning, removed and made again.
-
-Once all samples are stored, encoders leave memory: their parameters are those of their files, or are written to
-one, and are loaded for a sample that is new, a layer at a time, or where validation and sampling call them. With
-`encode_first` all samples are stored before training, so that a rank never holds encoders next to gradients,
-optimizer states and activations, and plans count so.
 """
 
 import json
@@ -66,8 +61,9 @@ class EncodingCache(L.Callback):
     numbers, or whose inputs follow noise or timesteps, are computed as ever; what is stored of a VAE are the
     moments, so that each pass samples its own latents. Any number of ranks and runs may share the folder.
 
-    Encoders leave the memory of a rank after a pass over the data in which it computed no sample, and are loaded
-    for those that are new.
+    After a pass over the data in which a rank computed no sample, encoders leave its memory: their parameters are
+    those of their files, or are written to one, and are loaded for a new sample, a layer at a time, or where
+    validation and sampling call them.
 
     Args:
         folder: Folder of the files; ranks on several hosts may share it or have their own.
@@ -145,11 +141,7 @@ class EncodingCache(L.Callback):
 
     @watcher.inside("encoding the data")
     def encode_all(self, trainer: L.Trainer, pipeline: Pipeline) -> None:
-        """Stores all encodings, each encoding rank a part, and loads stages in the place of encoders; collective.
-
-        Raises:
-            ConfigurationError: They cannot be stored; on all ranks.
-        """
+        """Stores all encodings, each encoding rank a part, and loads stages in place of encoders; collective."""
         feed = trainer.fit_loop._combined_loader
         indices = feed.every_sample()
         if indices is None:
@@ -343,14 +335,10 @@ def _covers_data(trainer: L.Trainer) -> bool:
 
 
 class EncodingStore:
-    """Entries of a memo as files.
-
-    Args:
-        folder: Folder of the files; made if it is not there.
-        max_bytes: This process stops writing after so many bytes; None: no limit.
+    """Entries of a memo as files in a folder, which is made.
 
     Attributes:
-        bytes_written: Bytes that this process has written.
+        bytes_written: Bytes that this process has written, at most `max_bytes`.
         why_full: Reason why nothing is written any more; empty while entries are written.
         last_key: Key of the entry that was read or written last; empty if none was.
     """

@@ -1,10 +1,9 @@
 """Images sampled while training, so that a person sees what the loss does not say.
 
 Under a pipeline the denoiser is divided, so that all ranks sample together, on the partition of the training, with
-the averaged weights that each rank holds for its own layers. A transformer is sampled by PipeFusion
-(`StageSampler`); what that refuses, such as a U-Net, layer by layer, in lock step: `strategy.whole_model()`,
-where the strategy has it, makes the divided model callable as a whole. The start noise has its own generator, so
-training goes on exactly as without images. By PipeFusion:
+the averaged weights that each rank holds for its own layers. The start noise has its own generator, so training
+goes on exactly as without images. A transformer is sampled by PipeFusion; what that refuses, such as a U-Net, layer
+by layer, in lock step (`strategy.whole_model()`):
 
     all ranks     prompts -> text encoders -> start noise     in lock step, layers answered by who has them
     each rank     denoising steps through its own blocks      sampling/pipefusion/
@@ -87,9 +86,6 @@ class SamplingCallback(L.Callback):
             each other through the stages, and are those of one process but for rounding. More patches keep ranks
             busy that sample fewer images than there are stages, and are not exact.
         call: Further arguments of the module's `sample`, such as `{"height": 768, "width": 512}`.
-
-    Raises:
-        ConfigurationError: A number is none that can be.
     """
 
     def __init__(
@@ -234,9 +230,6 @@ class SampleImages(SamplingCallback):
 
         A run that goes on keeps its prompts, whatever batch comes first now. The step after which it goes on was
         sampled when it was done. The validation after it may still come: checkpoints are saved before it, too.
-
-        Raises:
-            ConfigurationError: The module cannot sample, or needs conditions, which named prompts have not.
         """
         if type(self).sample is SampleImages.sample:
             self.require_sample(pl_module)

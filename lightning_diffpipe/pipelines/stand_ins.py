@@ -67,12 +67,7 @@ def checked_arguments(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, 
 
 
 class StandIn:
-    """A part, some members of which are replaced.
-
-    Args:
-        real: The part.
-        members: Attributes and methods in place of its own; `call` is its `__call__`.
-    """
+    """A part, some members of which are replaced; `call` is its `__call__`."""
 
     def __init__(self, real: Any, **members: Any) -> None:
         vars(self).update(members, _real=real)
@@ -201,11 +196,8 @@ class PaddingTokenizer(StandIn):
     """A tokenizer whose tensors have one length, and with which pipelines do not look for words that were cut off.
 
     Pipelines tokenize twice, the second time without a limit, and compare ids by value to warn of what was
-    cut off. The second answer is shorter here than the first, so that there is nothing to compare.
-
-    Args:
-        real: The tokenizer.
-        note: Is given it, the texts, its answer and the most tokens that it reads.
+    cut off. The second answer is shorter here than the first, so that there is nothing to compare. `note` is given
+    the tokenizer, texts, its answer and the most tokens that it reads.
     """
 
     def __init__(self, real: Any, note: Callable[..., None]) -> None:
@@ -252,13 +244,8 @@ class PaddingTokenizer(StandIn):
 class PaddingProcessor(StandIn):
     """A processor of texts and images whose answers have one length for images of given sizes.
 
-    Args:
-        real: The processor.
-        most_tokens: Maximum number of tokens, those of images not counted; further ones are cut off.
-        note: As `PaddingTokenizer` takes it.
-
-    Attributes:
-        num_image_tokens: Tokens of the images, of the sample that has most of them.
+    At most `most_tokens` are not of images, of which a sample has at most `num_image_tokens`. For `note` see
+    `PaddingTokenizer`.
     """
 
     def __init__(self, real: Any, most_tokens: int, note: Callable[..., None]) -> None:
@@ -444,25 +431,6 @@ def encoding(real: Any) -> Callable[..., Any]:
             return real.encode(pixels.to(dtype_of(real)), *args, **options)
 
     return encode
-
-
-@dataclass
-class Certain:
-    """A posterior without a spread.
-
-    Attributes:
-        mean: Its mode and every sample, `(B, ...)`.
-    """
-
-    mean: Tensor
-
-    def mode(self) -> Tensor:
-        """Returns the mean."""
-        return self.mean
-
-    def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """Returns the mean, too."""
-        return self.mean
 
 
 def posterior_of(mode: Tensor) -> types.SimpleNamespace:

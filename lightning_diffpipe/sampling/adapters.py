@@ -139,11 +139,7 @@ class StoredLora:
         return texts_of(name, {"scale": self._scale}, self._weights)
 
     def layers(self, name: str, part: nn.Module) -> dict[str, Any]:
-        """Returns peft's layers of a part, by their names there, which is left as it was.
-
-        Raises:
-            CheckpointError: The file is of another model, or has more than low-rank products.
-        """
+        """Returns peft's layers of a part, by their names there, which is left as it was."""
         if name not in self.parts():
             return {}
         try:
@@ -158,7 +154,7 @@ class StoredLora:
         return layers
 
     def adapt(self, name: str, part: nn.Module, adapter: str = "default") -> dict[str, Any]:
-        """Adds peft's layers to a part in float32, and returns them by name; raises CheckpointError as `layers`."""
+        """Adds peft's layers to a part in float32, and returns them by name."""
         tensors = [key for key in self._weights if key.startswith(f"{name_in_file(name)}.")]
         with _fitting(self.path, name):
             self._load(name, part, adapter)

@@ -431,9 +431,6 @@ class Call:
         """Returns the same request for samples `start` to `stop` only, for data parallel ranks.
 
         Noise sampled in the loop is that of these samples in the whole request.
-
-        Raises:
-            ConfigurationError: The scheduler steps all samples together.
         """
         mine = range(start, stop)
         here, steps = self.rows_of(start, stop), dict(self.step_arguments)

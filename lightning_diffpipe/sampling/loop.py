@@ -447,17 +447,7 @@ class _Denoise:
 
 
 class Step:
-    """The loop is paused in a step of its scheduler.
-
-    Args:
-        plain: The scheduler's own `step`.
-        arguments: Arguments of that call by name, the scheduler first.
-
-    Attributes:
-        prediction: Prediction of the denoiser, after guidance.
-        timestep: Timestep of this step.
-        sample: The latents before it.
-    """
+    """The loop is paused in a step of its scheduler: its own `step`, and its arguments, the scheduler first."""
 
     def __init__(self, plain: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         self._plain, self._arguments = plain, dict(arguments)

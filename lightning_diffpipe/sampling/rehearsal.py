@@ -55,9 +55,8 @@ def rehearse(
 ) -> None:
     """Compares a step in patches with a synchronous one; collective.
 
-    Raises:
-        LayoutError: They differ by more than rounding, on all ranks; or the model fails in patches, where it does.
-        ConfigurationError: Memory does not suffice, where it does not.
+    On all ranks raises LayoutError if they differ by more than rounding; a rank on which the model fails in patches
+    does so, too, or raises ConfigurationError if its memory does not suffice.
     """
     with needing_memory("in a synchronous step", REMEDY_OF_MEMORY):
         whole = predict(_showing(request, 1))
@@ -73,11 +72,7 @@ def rehearse(
 def rehearse_sharing(links: Links, request: Request, layout: Layout, predict: Predict) -> None:
     """Compares a step of ranks that share tokens with one of rank 0 alone; collective.
 
-    Where all tokens at once do not fit into rank 0's memory, nothing is compared.
-
-    Raises:
-        LayoutError: They differ by more than rounding, on all ranks; or the model fails, where it does.
-        ConfigurationError: Memory does not suffice for a share of the tokens, where it does not.
+    Where all tokens at once do not fit into rank 0's memory, nothing is compared. Raises as `rehearse`.
     """
     where, remedy = f"with tokens shared by {links.num_ranks} ranks", "sample it with method=single"
     with failing(where, remedy):

@@ -77,10 +77,6 @@ class World:
         """Number of ranks."""
         return self.links.num_ranks
 
-    def enter(self, phase: str, works: bool = False) -> None:
-        """Publishes the phase that this rank begins, and whether others may wait for it there."""
-        watcher.publish(phase=phase, step=-1 if works else 0)
-
     def agree(
         self, phase: str, make: Callable[[], Any], give_up: Callable[[], None] = lambda: None
     ) -> Any:
@@ -106,7 +102,7 @@ class World:
                 # Who lost a rank may have lost one that refuses.
                 refuses = watcher.has_refusal()
             if not refuses:
-                self.leave(raised)
+                watcher.fail(raised)  # so that others do not count it as lost first
                 raise
             watcher.publish(step=0, refuses=True)
             error = raised
@@ -119,11 +115,6 @@ class World:
             with raised_by_all():
                 raise chosen
         return value
-
-    def leave(self, error: BaseException) -> None:
-        """Publishes the error by which this rank ends, so that others do not count it as lost first."""
-        if self.num_ranks > 1:
-            watcher.fail(error)
 
     def _errors(self, error: Exception | None, give_up: Callable[[], None]) -> list[Any]:
         """Waits for all ranks; returns their errors, none if all have succeeded.

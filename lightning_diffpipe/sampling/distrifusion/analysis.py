@@ -113,12 +113,7 @@ class ModelCall(NamedTuple):
 
 
 def analyse(call: ModelCall) -> CallAnalysis:
-    """Analyses one call of a model.
-
-    Raises:
-        GraphError: The model mixes rows in a way bands have no rule for; names the operator.
-        ConfigurationError: Its strides do not divide the rows.
-    """
+    """Analyses one call of a model."""
     runs = _MarkedRuns(call)
     analysis = CallAnalysis(sample=runs.find_sample(call.latents))
     run, analysis.outputs = runs.mark_rows(analysis.sample)

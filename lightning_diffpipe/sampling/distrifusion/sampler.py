@@ -12,12 +12,11 @@ behind a whole step of computation. Predictions are put together at the end of e
 scheduler on the whole latents.
 
 Modes: "displaced"; "synchronous" waits for fresh activations always, and is exact; "naive" never asks for them.
-`warmup_steps` counts synchronous steps at the start. With none, the first step sees no other band at all.
+Without a synchronous step at the start, the first step sees no other band at all.
 
-Each kind of call of the model is analysed on rank 0, which broadcasts what it found, and compared with a plain
-call, once. `analysis.py` sees values that cross rows, but not numbers that come from shapes alone, such as
-coordinates made of `x.shape[-2]`. So the first call of each kind is made both ways, the plain one by rank 0, if it
-has the memory for all rows, and they must agree.
+Each kind of call of the model is analysed on rank 0, which broadcasts what it found. `analysis.py` sees values
+that cross rows, but not numbers that come from shapes alone, such as coordinates made of `x.shape[-2]`. So the
+first call of each kind is also made plainly, by rank 0, if it has the memory for all rows, and the two must agree.
 
 Source:
     DistriFusion, Li et al. (2024), https://arxiv.org/abs/2402.19481 (its warm-up of w is our w + 1)
@@ -77,7 +76,7 @@ class DistriFusion:
     Args:
         model: The U-Net or transformer, with all weights on every rank.
         links: To the other ranks.
-        mode: "displaced", "synchronous" or "naive".
+        mode: See above.
         warmup_steps: Synchronous steps at the start, or "auto": until what the model is given in a step differs by
             less than `warmup_threshold` from the step before.
         group_norm: Rule by which displaced steps use other bands' statistics; see `moments.py`.

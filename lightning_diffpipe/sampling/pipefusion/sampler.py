@@ -81,9 +81,6 @@ class PipeFusion:
         verify: Fill everything that must not be read with NaN, and rehearse the first request of a layout: a step
             in patches against a synchronous one (`sampling/rehearsal.py`).
 
-    Raises:
-        ConfigurationError: An option is none of these, or out of range.
-
     Example:
         >>> sampler = PipeFusion(transformer, links, num_patches=4)          # doctest: +SKIP
         >>> latents = sampler.sample(request)                                # doctest: +SKIP
@@ -198,11 +195,7 @@ class PipeFusion:
         on_step: Callable[[int], None] | None = None,
         setting: PipeFusionSetting | None = None,
     ) -> Tensor:
-        """Runs one request, for which it is prepared here unless that has been done; see `Sampler`.
-
-        Raises:
-            PipelineTimeoutError: Another rank stopped, or is too slow.
-        """
+        """Runs one request, for which it is prepared here unless that has been done; see `Sampler`."""
         with request.inferring():
             setting = setting or self.prepare(request)
             self._rehearse_once(request, setting)
