@@ -344,12 +344,8 @@ class Lockstep:
     run again up to the next one, with the answers so far. Arguments of a part have samples along axis 0, and lists
     an entry for each. What prepares images and texts does so once for each sample.
 
-    Args:
-        networks: Networks that are called, by name.
-        encoders: Autoencoders whose `encode` is called; only the mode of its posterior is used.
-        processors: Prepare texts and images.
-        images: Prepares images, with `resize` and `preprocess`; None if nothing does.
-        num_samples: Number of samples.
+    Networks are called, autoencoders encode, of whose posteriors the mode is used, processors prepare texts and
+    images, and `images`, if it is there, does so by `resize` and `preprocess`.
     """
 
     def __init__(

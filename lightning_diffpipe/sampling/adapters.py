@@ -81,14 +81,10 @@ def name_in_file(part: str) -> str:
 
 
 class StoredLora:
-    """One file, read whole; such files are small.
+    """One file, or one in a folder, read whole, as the pipeline's class does; such files are small.
 
-    Args:
-        path: A file, or a folder with `pytorch_lora_weights.safetensors`.
-        scale: Factor of its outputs.
-        cls: The pipeline's class, which knows how such files are named.
-        unet: Config of the U-Net, if there is one, by which blocks of some files are numbered.
-        is_second: It is for the second denoiser, under the name of the first.
+    The config of a U-Net says how blocks of some files are numbered. A file may be for the second denoiser, under
+    the name of the first.
     """
 
     def __init__(

@@ -202,11 +202,9 @@ class Decoding:
     """Decodes the latents of one request.
 
     Attributes:
-        world: All ranks.
         part: Returns an autoencoder by its name among the parts of the pipeline, on any rank.
         compare: Refuses, on all ranks, one that other ranks have otherwise.
         guard: Context of work that all ranks do together: an error ends the request on all of them.
-        device: Device of this rank.
         known: Properties of decoders from earlier requests, by name; added to.
         others_wait: On rank 0, whether all ranks have sampled, so that others wait for latents to decode.
         num_calls: Calls of the decoder that each rank has computed; on rank 0, empty if that decoded alone.

@@ -240,12 +240,10 @@ class Chooser:
         if not allowed:
             sizes = ((axis, getattr(options, axis)) for axis in get_args(Axis))
             axes = ", ".join(f"{axis}={size}" for axis, size in sizes if size) or "asked"
-            by_method: dict[str, str] = {}
-            for each in ranked:
-                by_method.setdefault(each.method, f"{each.method} on {SamplingMesh(**each.axes)}")
+            best = {each.method: SamplingMesh(**each.axes) for each in reversed(ranked)}
             raise ConfigurationError(
                 f"method=auto cannot use {self._num_ranks} ranks as {axes}; these fit this request, among others: "
-                + "; ".join(by_method.values())
+                + "; ".join(f"{method} on {mesh}" for method, mesh in best.items())
             )
         for choice in allowed:
             decided = self._decided(choice)

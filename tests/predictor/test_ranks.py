@@ -509,8 +509,11 @@ def test_nothing_more_is_drawn_over_nccl_after_an_error_in_the_middle(job):
     """What was posted there cannot be taken back."""
     path, prompts, settings, _ = job("dit", 2)
     predictor = Predictor.from_pretrained(path, method="single", alone=True)
-    predictor._world = SimpleNamespace(backend="nccl", num_ranks=2, leave=print)
-    predictor._break_off(ValueError("enough"))
+    predictor._world = SimpleNamespace(backend="nccl", num_ranks=2)
+    error = ValueError("enough")
+    error.is_of_all_ranks = True
+    with pytest.raises(ValueError, match="enough"), predictor._ending_together():
+        raise error
     with pytest.raises(DiffPipeError, match=r"ValueError\('enough'\); over NCCL"):
         predictor(prompts, **settings)
 
