@@ -80,15 +80,11 @@ _MODULES = {cls.__name__: cls for cls in (LatentDiffusion, CascadedDiffusion)}
 def open_source(
     path: str | Path, leads: bool, device: torch.device, dtype: torch.dtype | None, **options: Any
 ) -> Source:
-    """Opens the model at a path.
+    """Opens a diffusers folder, a hub id that is on this machine, or a training checkpoint.
 
-    Args:
-        path: A diffusers folder, a hub id that is on this machine, or a training checkpoint.
-        leads: Whether this rank encodes prompts and decodes latents.
-        device: Device of the computation.
-        dtype: Type of all weights; None for that in which the denoiser is stored, but float32 for a checkpoint, and
-            in the place of float16 on a processor, which computes that many times slower.
-        options: Further ones of an `Opening`.
+    The rank that `leads` encodes prompts and decodes latents. Without a type, weights have that in which the
+    denoiser is stored, but float32 in a checkpoint, and for float16 on a processor, which computes that many times
+    slower. Further options are those of an `Opening`.
     """
     opening = Opening(dtype or torch.float32, **options)
     if isinstance(opening.loras, Mapping):

@@ -287,15 +287,9 @@ def decoding_in_own_precision(vae: Any) -> contextlib.AbstractContextManager[Any
     return mock.patch.object(vae, "decode", decode_in_type)
 
 
-def of_type(real: Any, dtype: torch.dtype) -> Any:
-    """Returns a text encoder whose answers have a type; itself where it has that."""
-    if dtype_of(real) in (None, dtype):
-        return real
-
-    def call(*args: Any, **options: Any) -> Any:
-        return in_type(real(*args, **options), dtype)
-
-    return StandIn(real, call=call, dtype=dtype)
+def answering(real: Any, change: Callable[[Any], Any], **members: Any) -> StandIn:
+    """Returns a part whose answers are changed."""
+    return StandIn(real, call=lambda *args, **options: change(real(*args, **options)), **members)
 
 
 def of_length(real: Any, length: Callable[[], int]) -> StandIn:
@@ -474,12 +468,8 @@ def encoding_first_frames(
     Some encode them one after the other: then all are encoded at the first, and each gets its rows, so that the
     layers of the autoencoder see whole batches. Others repeat the encoding for every prompt: it stays as it is.
 
-    Args:
-        real: The autoencoder.
-        images: Images to animate, `(B, 3, H, W)` in [0, 1].
-        noise: Mean and deviation of the logarithm of the deviation of the noise that is added to the first frame,
-            whose pixels are in [-1, 1]; None for no noise.
-        generator: Generator of that noise and of samples of posteriors; None for the global one.
+    Images are `(B, 3, H, W)` in [0, 1]. `noise` has mean and deviation of the logarithm of the deviation of noise
+    that is added to the first frame, whose pixels are in [-1, 1]. The generator is that of noise and posteriors.
     """
     encode, answers, number = encoding(real), list[Any](), itertools.count()
 
@@ -548,15 +538,6 @@ def repeated_once(rows: Tensor) -> Tensor:
 
     vars(same)["repeat"] = repeat
     return same
-
-
-def encoder_of_images(real: Any) -> StandIn:
-    """Returns an encoder of images whose answers stay so where a pipeline repeats them for every prompt."""
-
-    def call(*args: Any, **options: Any) -> Any:
-        return pytree.tree_map_only(Tensor, repeated_once, real(*args, **options))
-
-    return StandIn(real, call=call)
 
 
 def tensor_processor(real: Any) -> StandIn:

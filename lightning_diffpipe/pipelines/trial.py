@@ -41,10 +41,8 @@ _NO_SIZE = (
 def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
     """Runs the call at its default size with stand-ins, and configures it for training.
 
-    Args:
-        step: The call; its `arguments`, `time`, `places` and attributes of the image are set.
-        parts: The pipeline's parts by name. Its text encoders are called once, with an empty prompt; denoiser
-            and decoder are not called.
+    Its `arguments`, `time`, `places` and attributes of the image are set. Text encoders are called once, with an
+    empty prompt; denoiser and decoder are not called.
     """
     refusals, config = [], getattr(parts[step.denoiser], "config", {})
     has_processor = step.image and any(isinstance(part, ProcessorMixin) for part in parts.values())
@@ -440,7 +438,10 @@ class Trial:
                 axes[along] = axis
         inserted = [length for length, axis in zip(shift.shape, axes, strict=True) if axis is None]
         if any(n > 1 for n in inserted) or not (_is_per_channel(scale) and _is_per_channel(shift)):
-            if self._step.animates and not torch.allclose(self._of_darker_image(num_given), shift):
+            darker = self._image(torch.tensor([0.5]))
+            if self._step.animates and not torch.allclose(
+                self._decoded(torch.zeros, further=darker)[:, :, num_given:], shift
+            ):
                 if not self._step.mixes_image:  # once more, and the image is kept out of the noise
                     self._step.mixes_image = True
                     return self.tail()
@@ -467,11 +468,6 @@ class Trial:
             num_given,
             self._temporal_ratio(axes),
         )
-
-    def _of_darker_image(self, num_given: int) -> Tensor:
-        """Returns the decoder's input without noise for an image of half the brightness, as `tail` has it."""
-        further = self._image(torch.tensor([0.5]))
-        return self._decoded(torch.zeros, further=further)[:, :, num_given:]
 
     def _temporal_ratio(self, axes: Sequence[int | None]) -> int | None:
         """Returns the frames of a video for each frame of its latents after the first; None without an image."""

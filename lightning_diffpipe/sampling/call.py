@@ -50,12 +50,10 @@ class Phase:
     """Steps in a row that call the same denoiser as often, with tensors of the same shapes.
 
     Attributes:
-        denoisers: Names of the denoisers that each step calls.
         shape: Shape of the latents of all ranks.
         start: Number of steps before the phase.
         calls: Arguments of each call, in the first and the last step that make any. An argument that is one object
             in both was the same in all steps between.
-        num_calls: Number of calls in each step.
     """
 
     denoisers: tuple[str, ...]

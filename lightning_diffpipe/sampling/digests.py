@@ -6,10 +6,8 @@ request that needs them of other parts that all ranks read, such as a second den
 gives its options, its config and a digest of *every* tensor that is stored, whichever it will read: name, type,
 shape, and four samples of 4 KiB (`digest_of_tensor`). That reads some 20 MB of a model of 24 GB.
 
-Caught: another model, a download that broke off, a file of zeros, and a copy from another time of the training, in
-as little as one tensor: an optimizer changes all elements of one, weight decay at the least; averages differ, too.
-Not caught: single bytes that a disk or a network has changed elsewhere in a large tensor, and a table of which only
-a few rows were trained, such as embeddings of classes. For these, compare checksums of the files.
+A copy from another time of the training is caught in as little as one tensor: an optimizer changes all elements of
+one, weight decay at the least. Single bytes of a large tensor, or a few rows of a table, are not.
 """
 
 from __future__ import annotations

@@ -98,7 +98,6 @@ class _ObservedRun:
     Attributes:
         request: The `Call` that the run has observed.
         record: Answers of the parts, if they are recorded.
-        timesteps: One for each step.
     """
 
     def __init__(self, call: PipelineCall, num_steps: int | None) -> None:

@@ -157,11 +157,8 @@ def tolerance_of(model: nn.Module, latents: Tensor, convolves_parts: bool = Fals
 
     The coarsest type counts: many pipelines keep latents in float32 for a model in bfloat16.
 
-    Args:
-        model: Module whose weights count.
-        latents: Latents that the model is given.
-        convolves_parts: Whether convolutions, too, are given other shapes, as with bands. Where they may round to
-            TF32, which they may unless torch is told otherwise, that counts; of products it always does.
+    If convolutions, too, are given other shapes, as with bands, it counts where they may round to TF32, which they
+    may unless torch is told otherwise; of products it always does.
 
     Example:
         >>> import torch

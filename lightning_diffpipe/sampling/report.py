@@ -36,10 +36,8 @@ class SamplingStatistics:
     """Counts and times of one request on one rank.
 
     Attributes:
-        traffic: Bytes and messages that this rank sent and received.
         step_s: Seconds from the end of one denoising step to the end of the next, on this rank, without what is
             found out about the model on the way.
-        total_s: Seconds of the whole request.
         num_synchronous: Synchronous steps at the start, where the method has such.
         resident_bytes: Bytes of the denoiser's parameters on this rank.
         is_finite: Whether the final latents of this rank's samples are finite.

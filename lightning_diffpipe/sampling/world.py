@@ -82,11 +82,9 @@ class World:
     ) -> Any:
         """Returns what `make` returns on this rank, if it works on all; else the same error on all ranks.
 
-        Args:
-            phase: Name of the phase, for messages.
-            make: May count its steps (`watcher.step`); after the first one, a hang is noticed sooner.
-            give_up: Breaks the links on which other ranks may wait for this one. Called where `make` failed, if the
-                others do not come by themselves; then at last on all ranks.
+        `make` may count its steps (`watcher.step`); after the first one, a hang is noticed sooner. `give_up` breaks
+        the links on which other ranks may wait for this one. It is called where `make` failed, if the others do not
+        come by themselves; then at last on all ranks.
         """
         if self.num_ranks == 1:
             return make()

@@ -96,7 +96,6 @@ class ModelCall(NamedTuple):
     """One call of a model, on all rows.
 
     Attributes:
-        interception: Interception of the model, installed.
         latents: Latents of the request; rows are the last but one axis.
     """
 

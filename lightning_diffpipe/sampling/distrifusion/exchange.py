@@ -95,10 +95,8 @@ class Exchange:
     def start_step(self, step: int, synchronous: bool, keep: bool) -> None:
         """Begins a step, to which calls belong from now on.
 
-        Args:
-            step: From 0.
-            synchronous: Calls wait for the data of this step, and read nothing of the step before.
-            keep: Whether the step after this one may read data that bands send in this one.
+        In a synchronous one they wait for its data, and read nothing of the step before. The step after it may read
+        what bands send if it is to `keep` that.
         """
         self._step, self._synchronous, self._keep = step, synchronous, keep
         if synchronous and not self._skips:
@@ -113,18 +111,10 @@ class Exchange:
         own: TensorShape,
         fresh: bool = False,
     ) -> dict[int, Tensor] | None:
-        """Sends the data that other bands need, and returns theirs.
+        """Sends the data that other bands need of an operator, by receiver, and returns theirs, by sender.
 
-        Args:
-            kind: Kind of the data.
-            call: Position of the operator in the forward.
-            outgoing: By receiver.
-            expected: By sender.
-            own: Shape of the operator's input on this band, which must not change.
-            fresh: Exchange the data of this step, whatever kind of step it is.
-
-        Returns:
-            By sender, of this step or of the step before; None in a displaced first step, which has none.
+        `call` is its position in the forward, and the shape of its `own` input must not change. Data are of this
+        step or the one before, of this one in any case if they are to be `fresh`; a displaced first step has none.
         """
         self._check(kind, call, own)
         if fresh or self._synchronous:

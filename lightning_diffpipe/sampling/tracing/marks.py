@@ -234,12 +234,9 @@ def has_nan(x: Any) -> bool:
 
 
 def token_local(log: list[tuple[Tensor, Tensor | None]], strict: bool = False) -> AttentionHandler:
-    """Stand-in for attention: returns the query, so that a token reaches only itself.
+    """Stand-in for attention: returns the query, so that a token reaches only itself; logs key and mask of calls.
 
-    Args:
-        log: Gets key and mask of every call.
-        strict: NaN in a key or value also reaches the output of its position, so that tokens
-            mixed on the way there are seen.
+    If `strict`, NaN in a key or value reaches the output of its position, so that tokens mixed on the way are seen.
     """
 
     def handler(
