@@ -240,7 +240,9 @@ class Chooser:
         if not allowed:
             sizes = ((axis, getattr(options, axis)) for axis in get_args(Axis))
             axes = ", ".join(f"{axis}={size}" for axis, size in sizes if size) or "asked"
-            best = {each.method: SamplingMesh(**each.axes) for each in reversed(ranked)}
+            best: dict[str, SamplingMesh] = {}
+            for each in ranked:
+                best.setdefault(each.method, SamplingMesh(**each.axes))
             raise ConfigurationError(
                 f"method=auto cannot use {self._num_ranks} ranks as {axes}; these fit this request, among others: "
                 + "; ".join(f"{method} on {mesh}" for method, mesh in best.items())
