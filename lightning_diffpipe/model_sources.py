@@ -80,11 +80,19 @@ _MODULES = {cls.__name__: cls for cls in (LatentDiffusion, CascadedDiffusion)}
 def open_source(
     path: str | Path, leads: bool, device: torch.device, dtype: torch.dtype | None, **options: Any
 ) -> Source:
-    """Opens a diffusers folder, a hub id that is on this machine, or a training checkpoint.
+    """Opens the model at a path.
 
-    The rank that `leads` encodes prompts and decodes latents. Without a type, weights have that in which the
-    denoiser is stored, but float32 in a checkpoint, and for float16 on a processor, which computes that many times
-    slower. Further options are those of an `Opening`.
+    Args:
+        path: A diffusers folder, a hub id that is on this machine, or a training checkpoint.
+        leads: Whether this rank encodes prompts and decodes latents.
+        device: Device of the computation.
+        dtype: Type of all weights; None for that in which the denoiser is stored, but float32 for a checkpoint, and
+            in the place of float16 on a processor, which computes that many times slower.
+        options: Further ones of an `Opening`.
+
+    Raises:
+        ConfigurationError: There is no such model, or of no known kind.
+        CheckpointError: Its weights are missing or cannot be read.
     """
     opening = Opening(dtype or torch.float32, **options)
     if isinstance(opening.loras, Mapping):
@@ -223,7 +231,16 @@ def check_request(
     """Refuses requests that a model cannot serve by its configs alone; others are refused while it samples.
 
     Of diffusers pipelines, what they check themselves before all else, and `num_patches` unless they pack
-    latents into tokens, whose number only their call knows. Weights need not be read.
+    latents into tokens, whose number only their call knows.
+
+    Args:
+        source: The model, whose weights need not be read.
+        settings: The request.
+        method: Method by which ranks share the work.
+        num_patches: Patches of PipeFusion.
+
+    Raises:
+        ConfigurationError: It cannot be served, or not by this method.
     """
     refuse_ignored_size(source, settings)
     if isinstance(source, ModuleSource):
@@ -323,7 +340,11 @@ class ModuleSource:
     _parts: dict[str, nn.Module] = field(default_factory=dict)
 
     def check(self, settings: Settings) -> int | None:
-        """Refuses a request that the module cannot serve; returns the rows of tokens in an image of latents."""
+        """Refuses a request that the module cannot serve; returns the rows of tokens in an image of latents.
+
+        Raises:
+            ConfigurationError: It takes no such size or option.
+        """
         others = ("self", "prompts", "generator", "small")
         parameters = [n for n in inspect.signature(self.cls.sample).parameters if n not in others]
         if unknown := sorted(settings.given().keys() - parameters):

@@ -38,6 +38,9 @@ class EMA(L.Callback):
 
     Args:
         decay: Share of the old average kept at each optimizer step, once the run is long enough.
+
+    Raises:
+        ConfigurationError: `decay` is not in [0, 1).
     """
 
     def __init__(self, decay: float = 0.999) -> None:

@@ -141,7 +141,11 @@ class EncodingCache(L.Callback):
 
     @watcher.inside("encoding the data")
     def encode_all(self, trainer: L.Trainer, pipeline: Pipeline) -> None:
-        """Stores all encodings, each encoding rank a part, and loads stages in place of encoders; collective."""
+        """Stores all encodings, each encoding rank a part, and loads stages in the place of encoders; collective.
+
+        Raises:
+            ConfigurationError: They cannot be stored; on all ranks.
+        """
         feed = trainer.fit_loop._combined_loader
         indices = feed.every_sample()
         if indices is None:
@@ -335,10 +339,14 @@ def _covers_data(trainer: L.Trainer) -> bool:
 
 
 class EncodingStore:
-    """Entries of a memo as files in a folder, which is made.
+    """Entries of a memo as files.
+
+    Args:
+        folder: Folder of the files; made if it is not there.
+        max_bytes: This process stops writing after so many bytes; None: no limit.
 
     Attributes:
-        bytes_written: Bytes that this process has written, at most `max_bytes`.
+        bytes_written: Bytes that this process has written.
         why_full: Reason why nothing is written any more; empty while entries are written.
         last_key: Key of the entry that was read or written last; empty if none was.
     """

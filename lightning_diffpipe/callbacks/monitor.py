@@ -100,6 +100,9 @@ class PipelineMonitor(L.Callback):
     Attributes:
         numbers: Numbers that were logged last, by name.
 
+    Raises:
+        ConfigurationError: A number that cannot be.
+
     Example:
         >>> trainer = L.Trainer(strategy="diffpipe", callbacks=[PipelineMonitor()])  # doctest: +SKIP
     """

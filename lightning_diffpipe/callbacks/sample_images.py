@@ -56,7 +56,15 @@ _COLUMN_PIXELS = 256  # at most, their width
 
 
 def image_grid(images: Tensor, columns: int = 8) -> Image.Image:
-    """Lays images, `(N, 3, H, W)` in [0, 1], out in rows of so many; the last one is filled up with black."""
+    """Lays images out in rows.
+
+    Args:
+        images: `(N, 3, H, W)` in [0, 1].
+        columns: Images per row.
+
+    Returns:
+        One image of `columns * W` pixels width, filled up with black.
+    """
     missing = -len(images) % columns
     padded = torch.cat([images, images.new_zeros(missing, *images.shape[1:])])
     rows, (_, channels, height, width) = len(padded) // columns, padded.shape
@@ -85,6 +93,9 @@ class SamplingCallback(L.Callback):
             each other through the stages, and are those of one process but for rounding. More patches keep ranks
             busy that sample fewer images than there are stages, and are not exact.
         call: Further arguments of the module's `sample`, such as `{"height": 768, "width": 512}`.
+
+    Raises:
+        ConfigurationError: A number is none that can be.
     """
 
     def __init__(
@@ -232,6 +243,9 @@ class SampleImages(SamplingCallback):
 
         A run that goes on keeps its prompts, whatever batch comes first now. The step after which it goes on was
         sampled when it was done. The validation after it may still come: checkpoints are saved before it, too.
+
+        Raises:
+            ConfigurationError: The module cannot sample, or needs conditions, which named prompts have not.
         """
         if type(self).sample is SampleImages.sample:
             self.require_sample(pl_module)
@@ -422,8 +436,13 @@ class _RefusedError(Exception):
 def sample_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> Any:
     """Samples with all ranks of a pipeline; collective, inside `Pipeline.relayed`.
 
-    PipeFusion begins with a synchronous step; with one patch all steps are synchronous. Returns what the call does,
-    or None, with the reason in the log, where PipeFusion cannot do it on these stages.
+    Args:
+        pipeline: Pipeline in training.
+        call: The call of a pipeline.
+        num_patches: Patches of PipeFusion, which begins with a synchronous step. With 1 all steps are synchronous.
+
+    Returns:
+        What the call returns; None, with the reason in the log, where PipeFusion cannot do it on these stages.
     """
     sampler = StageSampler(pipeline, num_patches)
     try:

@@ -22,6 +22,9 @@ class SaveLora(L.Callback):
         every_n_steps: Optimizer steps between two files.
         names: Names of `PartsModule.save_lora`.
         keep_last: Files of so many of the latest steps stay, and older ones are removed; None for all.
+
+    Raises:
+        ConfigurationError: No such number of steps or files.
     """
 
     def __init__(

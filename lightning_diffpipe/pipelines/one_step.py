@@ -145,7 +145,11 @@ class Tail:
         return latents.narrow(axis, self.num_given, latents.shape[axis] - self.num_given)
 
     def undone(self, decoded: Tensor, num_samples: int) -> Tensor:
-        """Inverts the tail: returns fp32 latents; of an encoding, latents of about unit variance."""
+        """Inverts the tail: returns fp32 latents; of an encoding, latents of about unit variance.
+
+        Raises:
+            ConfigurationError: They have another number of channels.
+        """
         decoded = patched(decoded.float(), self.patch)
         if self.scale.ndim and decoded.shape[1] != self.scale.shape[1]:
             raise ConfigurationError(
@@ -301,6 +305,10 @@ class OneStep:
                 where the pipeline `reads_references`.
             shown: 0 for samples whose image is dropped, `(B,)`.
             generator: Generator of noise and posterior of an image that is animated; None for the global one.
+
+        Raises:
+            ConfigurationError: The pipeline samples latents of another shape for these pixels, or edits images in a
+                way that training cannot follow.
         """
         inputs = StepInputs(noisy, timesteps, conditions, pixels, tail)
         if self.image in further and self.refused_image is not None:
@@ -549,6 +557,9 @@ def patched(decoded: Tensor, patch: int) -> Tensor:
 def spans_of(pipeline: Any) -> dict[str, tuple[float, float]]:
     """Returns a pipeline's denoisers, each with the timesteps that it is for: from the first on, below the second.
 
+    Raises:
+        ConfigurationError: It has none, or several that are not for times of their own.
+
     Source:
         Wan 2.2, whose config has `boundary_ratio`: https://github.com/Wan-Video/Wan2.2
     """
@@ -580,7 +591,11 @@ def spans_of(pipeline: Any) -> dict[str, tuple[float, float]]:
 
 
 def condition_of(cls: type) -> str | None:
-    """Returns the argument of a pipeline's call with a row for each sample; None if it needs none."""
+    """Returns the argument of a pipeline's call with a row for each sample; None if it needs none.
+
+    Raises:
+        ConfigurationError: It needs something else, such as an image to start from.
+    """
     condition = next(
         (name for name in inspect.signature(cls.__call__).parameters if name in _NEUTRAL), None
     )

@@ -41,6 +41,9 @@ def checked_arguments(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, 
     Returns:
         The checked arguments, by name; None where the call checks nothing, or fails before it does, as for lack of
         a part.
+
+    Raises:
+        ConfigurationError: The check fails; with its message.
     """
     checked: dict[str, Any] = {}
     copied = copy.copy(pipeline)
@@ -67,7 +70,12 @@ def checked_arguments(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, 
 
 
 class StandIn:
-    """A part, some members of which are replaced; `call` is its `__call__`."""
+    """A part, some members of which are replaced.
+
+    Args:
+        real: The part.
+        members: Attributes and methods in place of its own; `call` is its `__call__`.
+    """
 
     def __init__(self, real: Any, **members: Any) -> None:
         vars(self).update(members, _real=real)
@@ -154,9 +162,12 @@ def torch_of_call(draw: Draw) -> StandIn:
 def one_timestep(
     real: Any, timesteps: Tensor, on_step: Callable[[Tensor, Tensor], Tensor]
 ) -> StandIn:
-    """Returns a scheduler with one step at the times of samples, `(B,)`, which scales and computes nothing.
+    """Returns a scheduler with one step at given times, which scales and computes nothing.
 
-    `on_step(prediction, sample)` returns the latents after it.
+    Args:
+        real: The pipeline's scheduler.
+        timesteps: One for each sample, `(B,)`.
+        on_step: (prediction, sample) -> latents after the step.
     """
 
     # Pipelines look which arguments these methods take.
@@ -244,8 +255,13 @@ class PaddingTokenizer(StandIn):
 class PaddingProcessor(StandIn):
     """A processor of texts and images whose answers have one length for images of given sizes.
 
-    At most `most_tokens` are not of images, of which a sample has at most `num_image_tokens`. For `note` see
-    `PaddingTokenizer`.
+    Args:
+        real: The processor.
+        most_tokens: Maximum number of tokens, those of images not counted; further ones are cut off.
+        note: As `PaddingTokenizer` takes it.
+
+    Attributes:
+        num_image_tokens: Tokens of the images, of the sample that has most of them.
     """
 
     def __init__(self, real: Any, most_tokens: int, note: Callable[..., None]) -> None:
@@ -338,8 +354,12 @@ class Lockstep:
     run again up to the next one, with the answers so far. Arguments of a part have samples along axis 0, and lists
     an entry for each. What prepares images and texts does so once for each sample.
 
-    Networks are called, autoencoders encode, of whose posteriors the mode is used, processors prepare texts and
-    images, and `images`, if it is there, does so by `resize` and `preprocess`.
+    Args:
+        networks: Networks that are called, by name.
+        encoders: Autoencoders whose `encode` is called; only the mode of its posterior is used.
+        processors: Prepare texts and images.
+        images: Prepares images, with `resize` and `preprocess`; None if nothing does.
+        num_samples: Number of samples.
     """
 
     def __init__(
@@ -468,8 +488,12 @@ def encoding_first_frames(
     Some encode them one after the other: then all are encoded at the first, and each gets its rows, so that the
     layers of the autoencoder see whole batches. Others repeat the encoding for every prompt: it stays as it is.
 
-    Images are `(B, 3, H, W)` in [0, 1]. `noise` has mean and deviation of the logarithm of the deviation of noise
-    that is added to the first frame, whose pixels are in [-1, 1]. The generator is that of noise and posteriors.
+    Args:
+        real: The autoencoder.
+        images: Images to animate, `(B, 3, H, W)` in [0, 1].
+        noise: Mean and deviation of the logarithm of the deviation of the noise that is added to the first frame,
+            whose pixels are in [-1, 1]; None for no noise.
+        generator: Generator of that noise and of samples of posteriors; None for the global one.
     """
     encode, answers, number = encoding(real), list[Any](), itertools.count()
 
@@ -585,7 +609,12 @@ def is_followed(real: Any) -> bool:
 
 
 def dropping_encoder(real: Any, shown: Tensor) -> StandIn:
-    """Returns an autoencoder whose encodings, modes of posteriors, are zeros where `shown`, `(B,)`, is 0."""
+    """Returns an autoencoder whose encodings of some samples are zeros, as a pipeline samples without an image.
+
+    Args:
+        real: The autoencoder, of whose posterior only the mode is used.
+        shown: 1 for the samples whose encodings stay, 0 for the others, `(B,)`.
+    """
 
     def encode(pixels: Tensor, *args: Any, **options: Any) -> Any:
         mode = real.encode(pixels, *args, **options).latent_dist.mode()
@@ -640,7 +669,10 @@ def _flat(tree: Any) -> tuple[list[tuple[pytree.KeyPath, Any]], pytree.TreeSpec]
 def per_sample(real: Any, places: Sequence[ArgumentPlace], values: Mapping[str, Tensor]) -> Any:
     """Returns a denoiser that takes numbers of each sample in place of the pipeline's, which are for all.
 
-    `values` has the numbers, `(B, entries)`, by argument; the pipeline's own stay where there are none.
+    Args:
+        real: The denoiser.
+        places: Places of the numbers among its arguments.
+        values: The numbers, `(B, entries)`, by argument; the pipeline's own stay where there are none.
     """
     replaced = [place for place in places if place.argument in values]
 

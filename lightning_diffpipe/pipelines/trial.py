@@ -41,8 +41,15 @@ _NO_SIZE = (
 def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
     """Runs the call at its default size with stand-ins, and configures it for training.
 
-    Its `arguments`, `time`, `places` and attributes of the image are set. Text encoders are called once, with an
-    empty prompt; denoiser and decoder are not called.
+    Args:
+        step: The call; its `arguments`, `time`, `places` and attributes of the image are set.
+        parts: The pipeline's parts by name. Its text encoders are called once, with an empty prompt; denoiser
+            and decoder are not called.
+
+    Raises:
+        ConfigurationError: Training cannot follow: noise is sampled or the denoiser called several times in a
+            step, samples cannot have timesteps of their own, latents are changed in a way that cannot be
+            undone, or the pipeline expects something else of its scheduler.
     """
     refusals, config = [], getattr(parts[step.denoiser], "config", {})
     has_processor = step.image and any(isinstance(part, ProcessorMixin) for part in parts.values())
@@ -279,7 +286,11 @@ class Trial:
         return True
 
     def place_of_time(self) -> ArgumentPlace:
-        """Determines the argument that gives the denoiser the time, by runs with one time for all samples."""
+        """Determines the argument that gives the denoiser the time, by runs with one time for all samples.
+
+        Raises:
+            ConfigurationError: In no argument of its own, or not by a factor and an offset.
+        """
         times, calls = tuple(map(self._step.time_at, (0.2, 0.5, 0.8))), []
         for time in times:
             self._step.time = time
@@ -374,7 +385,11 @@ class Trial:
         return None
 
     def places_of_sizes(self) -> tuple[ArgumentPlace, ...]:
-        """Determines the arguments that give the denoiser sizes, by two runs with other numbers."""
+        """Determines the arguments that give the denoiser sizes, by two runs with other numbers.
+
+        Raises:
+            ConfigurationError: It is told them in another way than by the numbers themselves.
+        """
         if not self._step.sizes:
             return ()
         calls, sizes = [], []
@@ -406,6 +421,9 @@ class Trial:
         """Determines the pipeline's operations on latents between the loop and the decoder.
 
         Latents of zeros give the offset, ones the factor, and positions along each axis the order of the axes.
+
+        Raises:
+            ConfigurationError: More than an order of axes, a factor and an offset for each channel.
         """
         if self._step.decoder is None:
             return Tail(torch.ones(()), torch.zeros(()), (0, 1, 2, 3), 4)

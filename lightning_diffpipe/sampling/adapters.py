@@ -60,8 +60,11 @@ def lora_files(path: Path, parts: Mapping[str, Any]) -> dict[Path, dict[str, Any
     """Returns the files with adapters of parts, each with the parts it is for, by name; none without parts.
 
     diffusers loads a file into one of two denoisers, the second by an argument of its own (Wan's
-    `load_into_transformer_2`), and by the name of the first. The second denoiser has a folder in that of `path`, if
-    it is not the only one.
+    `load_into_transformer_2`), and by the name of the first.
+
+    Args:
+        path: The file, or its folder; the second denoiser has a folder in that, if it is not the only one.
+        parts: Parts of a pipeline, by their names there.
     """
     first = {name: part for name, part in parts.items() if name != SECOND}
     second = {name: part for name, part in parts.items() if name == SECOND}
@@ -81,10 +84,18 @@ def name_in_file(part: str) -> str:
 
 
 class StoredLora:
-    """One file, or one in a folder, read whole, as the pipeline's class does; such files are small.
+    """One file, read whole; such files are small.
 
-    The config of a U-Net says how blocks of some files are numbered. A file may be for the second denoiser, under
-    the name of the first.
+    Args:
+        path: A file, or a folder with `pytorch_lora_weights.safetensors`.
+        scale: Factor of its outputs.
+        cls: The pipeline's class, which knows how such files are named.
+        unet: Config of the U-Net, if there is one, by which blocks of some files are numbered.
+        is_second: It is for the second denoiser, under the name of the first.
+
+    Raises:
+        ConfigurationError: The pipeline takes no such files, the scale is no number, or peft is missing.
+        CheckpointError: The file cannot be read, or has no adapters.
     """
 
     def __init__(
@@ -135,7 +146,11 @@ class StoredLora:
         return texts_of(name, {"scale": self._scale}, self._weights)
 
     def layers(self, name: str, part: nn.Module) -> dict[str, Any]:
-        """Returns peft's layers of a part, by their names there, which is left as it was."""
+        """Returns peft's layers of a part, by their names there, which is left as it was.
+
+        Raises:
+            CheckpointError: The file is of another model, or has more than low-rank products.
+        """
         if name not in self.parts():
             return {}
         try:
@@ -236,7 +251,12 @@ def read_loras(
     parts: Collection[str],
     unet: Mapping[str, Any] | None = None,
 ) -> list[StoredLora]:
-    """Reads all files; a folder may have another one in it, of the second denoiser (see `lora_files`)."""
+    """Reads all files; a folder may have another one in it, of the second denoiser (see `lora_files`).
+
+    Raises:
+        ConfigurationError: They are no mapping; see `StoredLora`, too.
+        CheckpointError: See `StoredLora`, or a file changes parts that the pipeline does not have.
+    """
     if not isinstance(loras, Mapping):
         raise ConfigurationError(f"loras must be a mapping of files to their scales; got {loras!r}")
     read = list[StoredLora]()
@@ -268,7 +288,17 @@ def refuse_scales(given: Mapping[str, Any]) -> None:
 
 
 class AdaptedWeights(ChangedWeights):
-    """Stored weights of a part, given its name and structure, with LoRA files added as they are read."""
+    """Stored weights of a part, with LoRA files added as they are read.
+
+    Args:
+        weights: The stored ones.
+        part: Name of the part.
+        model: Its structure.
+        loras: The files.
+
+    Raises:
+        CheckpointError: A file is of another model.
+    """
 
     def __init__(
         self, weights: Weights, part: str, model: nn.Module, loras: Collection[StoredLora]
@@ -328,7 +358,12 @@ class ExtendedWeights(ChangedWeights):
 
 
 def require_ip_adapters(cls: Any, adapters: Mapping[str | Path, Any]) -> list[Path]:
-    """Returns the files of adapters."""
+    """Returns the files of adapters.
+
+    Raises:
+        ConfigurationError: They are no mapping, or the pipeline's class takes none, or one only.
+        CheckpointError: A file is not there.
+    """
     if not isinstance(adapters, Mapping):
         raise ConfigurationError(
             f"ip_adapters must be a mapping of files to their scales; got {adapters!r}"
@@ -382,7 +417,14 @@ def with_ip_adapters(
 ) -> Weights:
     """Loads adapters into a pipeline whose denoiser is a skeleton, and sets their scales.
 
-    The denoiser gets further layers, of placeholders. Returns its weights with those of the adapters.
+    The denoiser gets further layers, whose parameters are placeholders.
+
+    Returns:
+        The weights of the denoiser with those of the adapters.
+
+    Raises:
+        ConfigurationError: The pipeline takes no such scale, or not several adapters.
+        CheckpointError: A file cannot be read, or is of another model.
     """
     paths = [Path(path) for path in adapters]
     files = ", ".join(map(str, paths))

@@ -394,6 +394,9 @@ class Call:
 
         Where guidance is in the batch, rows `index::` of every per-sample argument; where the denoiser is
         called once per branch, that call.
+
+        Raises:
+            ConfigurationError: There are no two branches that can be divided.
         """
         calls, samples, at = self.steps[0], self.separable, f"in step {self.phases[0].start}"
         reason: str | None = None
@@ -429,6 +432,9 @@ class Call:
         """Returns the same request for samples `start` to `stop` only, for data parallel ranks.
 
         Noise sampled in the loop is that of these samples in the whole request.
+
+        Raises:
+            ConfigurationError: The scheduler steps all samples together.
         """
         mine = range(start, stop)
         here, steps = self.rows_of(start, stop), dict(self.step_arguments)

@@ -100,7 +100,11 @@ def divide(
 ) -> Division | None:
     """Divides the calls that a `decode` makes of the decoder, as evenly as sizes allow; None if one rank has all.
 
-    `given` are the `args` and `kwargs` of `decode`, `known` the properties of a decoder, which is examined once.
+    Args:
+        vae: The autoencoder.
+        given: Arguments of its `decode`: `args` and `kwargs`.
+        num_ranks: Ranks that can compute.
+        known: Properties of the decoder, which is examined once; added to.
     """
     groups, costs = list[int](), Counter[int]()  # of each call, calls that one rank has to compute
     # Objects that calls have read or returned, with their group, by id; held, so that ids stay theirs.

@@ -54,7 +54,12 @@ class InseparableError(Exception):
 
 
 def dry_run_of(call: PipelineCall) -> Call:
-    """Runs the call on the rank that has all parts, computing only the code before the loop."""
+    """Runs the call on the rank that has all parts, computing only the code before the loop.
+
+    Raises:
+        ConfigurationError: It runs no loop of denoiser calls and scheduler steps, or not with this scheduler.
+        Exception: The pipeline's own checks fail.
+    """
     first = _ObservedRun(_for_trial(call), None)
     request, record, num_steps = first.request, first.record, len(first.timesteps)
     if not request.phases:
@@ -484,9 +489,16 @@ def _together(place: str, inside: list[Any], num: int, num_more: int) -> dict[st
 
 
 def inner_of(places: Mapping[str, int], name: str, inputs: int, arguments: Any) -> dict[str, int]:
-    """Returns `inner` of all arguments of a call of the denoiser, given `inputs`, that of its latents.
+    """Returns `inner` of all arguments of a call of the denoiser, given that of its latents.
 
-    `places` has rows for each sample, from `rows_by_place`, and `name` is the argument with the latents.
+    Args:
+        places: Rows for each sample, from `rows_by_place`.
+        name: Name of the argument with the latents.
+        inputs: `inner` of these.
+        arguments: Arguments of that call.
+
+    Raises:
+        InseparableError: An argument has other rows than the latents, in an order that is not known.
     """
     inner = {}
     for place, each in places.items():

@@ -130,9 +130,13 @@ def options_taken(method: str) -> set[str]:
 
 
 def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
-    """Returns options with a mesh, and refuses those that cannot work with any model, before one is loaded.
+    """Chooses the mesh, and refuses options that cannot work with any model, before one is loaded.
 
-    With `method="auto"`, which is decided with the first request, they are returned as they are.
+    Returns:
+        The options with a mesh; with `method="auto"`, which is decided with the first request, as they are.
+
+    Raises:
+        ConfigurationError: There is no such method, mesh or option.
     """
     method, given = options.method, {axis: getattr(options, axis) for axis in get_args(Axis)}
     require_choice("method", method, (*AXES, "auto"))
@@ -176,7 +180,11 @@ def _refuse_hooks(options: MethodOptions) -> None:
 
 
 def prepare_denoiser(model: nn.Module, options: MethodOptions) -> None:
-    """Chooses the kernel of a denoiser's attention, and compiles its blocks, of which no weights are needed yet."""
+    """Chooses the kernel of a denoiser's attention, and compiles its blocks, of which no weights are needed yet.
+
+    Raises:
+        ConfigurationError: The denoiser has no such kernel or blocks, or nothing that its step cache could skip.
+    """
     refuse_cache_of(model, options.cache)
     if options.attention is not None:
         set_attention(model, options.attention)
@@ -211,7 +219,13 @@ def make_sampler(
 class Chooser:
     """Chooses method and mesh of requests by the rule, on rank 0, which sends the choice to others.
 
-    `memory_bytes` are free on every rank, None for no limit; the options of the user are not changed.
+    Args:
+        model: The denoiser, perhaps a skeleton.
+        link: Between any two ranks.
+        device: Device of a rank.
+        num_ranks: Number of ranks.
+        memory_bytes: Free memory of every rank, in bytes; None for no limit.
+        options: Options of the user, which are not changed.
     """
 
     def __init__(
@@ -228,7 +242,12 @@ class Chooser:
         self._refused: list[tuple[MethodOptions, DiffPipeError]] = []
 
     def choose(self, call: Call) -> MethodOptions:
-        """Returns the options with the first choice of the rule that they allow and that is not refused."""
+        """Returns the options with the first choice of the rule that they allow and that is not refused.
+
+        Raises:
+            ConfigurationError: They allow no choice.
+            DiffPipeError: The last refusal, if nothing is left; what was refused may then be tried again.
+        """
         case, options = self._case(call), self._options
         ranked = ranked_choices(case, options.num_patches)
         allowed = [
@@ -364,7 +383,11 @@ class Worker:
     def load(self, call: Call) -> dict[str, Any]:
         """Reads what this rank needs for a request before `sample`, whose messages do not wait for slow disks.
 
-        Returns what was decided about the request on the way, for `sample`.
+        Returns:
+            What was decided about the request on the way, for `sample`.
+
+        Raises:
+            ConfigurationError: Ranks cannot share such a request by this method.
         """
         refuse_request(call, self.options)
         if self.mesh_links.mesh.sequence > 1 and self._sampler.sequence_mode == "ring":
@@ -378,9 +401,13 @@ class Worker:
     def sample(
         self, call: Call, on_step: Callable[[int], None], prepared: Mapping[str, Any]
     ) -> Tensor:
-        """Runs a request with all ranks, when all have loaded; returns the final latents of this rank's samples.
+        """Runs a request with all ranks, when all have loaded.
 
-        Errors say whether messages are under way that cannot be taken back.
+        Returns:
+            The final latents of this rank's share of the samples.
+
+        Raises:
+            DiffPipeError: With a note of whether messages are under way that cannot be taken back.
         """
         self._begin()
         share = self._share(call)
@@ -469,7 +496,11 @@ class Worker:
         return {"setting": setting}
 
     def gather(self, call: Call, latents: Tensor) -> Tensor:
-        """Returns the latents of all samples on rank 0, when all ranks have sampled; elsewhere what was given."""
+        """Brings the latents of all positions of the data axis to rank 0, when all ranks have sampled.
+
+        Returns:
+            On rank 0 the final latents of all samples; elsewhere what was given.
+        """
         mesh, links = self.mesh_links.mesh, self.world.links
         if mesh.data == 1:
             return latents

@@ -250,8 +250,11 @@ class Controls:
     So they are answered with tensors without memory, and what they were asked is given to the denoiser instead, as
     its argument `controls`: names and arguments, for which every `Answer` among its other arguments stands.
 
-    `known` has answers of each control, without values, by shapes of its arguments; further ones are added, and a
-    control that has other readers is taken out.
+    Args:
+        known: Answers of each control, without values, by shapes of its arguments; further ones are added,
+            and a control that has other readers is taken out.
+        parts: The parts that are here, by name.
+        device: Device of this rank.
     """
 
     def __init__(

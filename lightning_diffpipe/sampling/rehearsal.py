@@ -55,8 +55,9 @@ def rehearse(
 ) -> None:
     """Compares a step in patches with a synchronous one; collective.
 
-    On all ranks raises LayoutError if they differ by more than rounding; a rank on which the model fails in patches
-    does so, too, or raises ConfigurationError if its memory does not suffice.
+    Raises:
+        LayoutError: They differ by more than rounding, on all ranks; or the model fails in patches, where it does.
+        ConfigurationError: Memory does not suffice, where it does not.
     """
     with needing_memory("in a synchronous step", REMEDY_OF_MEMORY):
         whole = predict(_showing(request, 1))
@@ -72,7 +73,11 @@ def rehearse(
 def rehearse_sharing(links: Links, request: Request, layout: Layout, predict: Predict) -> None:
     """Compares a step of ranks that share tokens with one of rank 0 alone; collective.
 
-    Where all tokens at once do not fit into rank 0's memory, nothing is compared. Raises as `rehearse`.
+    Where all tokens at once do not fit into rank 0's memory, nothing is compared.
+
+    Raises:
+        LayoutError: They differ by more than rounding, on all ranks; or the model fails, where it does.
+        ConfigurationError: Memory does not suffice for a share of the tokens, where it does not.
     """
     where, remedy = f"with tokens shared by {links.num_ranks} ranks", "sample it with method=single"
     with failing(where, remedy):
@@ -157,8 +162,11 @@ def tolerance_of(model: nn.Module, latents: Tensor, convolves_parts: bool = Fals
 
     The coarsest type counts: many pipelines keep latents in float32 for a model in bfloat16.
 
-    If convolutions, too, are given other shapes, as with bands, it counts where they may round to TF32, which they
-    may unless torch is told otherwise; of products it always does.
+    Args:
+        model: Module whose weights count.
+        latents: Latents that the model is given.
+        convolves_parts: Whether convolutions, too, are given other shapes, as with bands. Where they may round to
+            TF32, which they may unless torch is told otherwise, that counts; of products it always does.
 
     Example:
         >>> import torch
@@ -189,7 +197,8 @@ def relative_error(parts: Any, whole: Any) -> float:
 def error_against(links: Links, plain: Callable[[], Any], parts: Any, warning: str) -> float:
     """Returns the relative error of results against a plain call of rank 0; collective.
 
-    Where memory does not suffice for that call, it is 0, with a warning.
+    Returns:
+        0, with a warning, where memory does not suffice for that call.
     """
 
     def error_here() -> float:
@@ -231,7 +240,12 @@ def needing_memory(where: str, remedy: str) -> Iterator[None]:
 def failing(
     where: str, remedy: str = REMEDY_OF_PATCHES, cause: str = "a block expects all tokens"
 ) -> Iterator[None]:
-    """Gives a reason for errors of a model that runs on the whole, but not in parts."""
+    """Gives a reason for errors of a model that runs on the whole, but not in parts.
+
+    Raises:
+        LayoutError: The model failed.
+        ConfigurationError: Memory did not suffice, which says nothing of the model.
+    """
     try:
         with needing_memory(where, REMEDY_OF_MEMORY):
             yield

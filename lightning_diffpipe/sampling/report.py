@@ -113,11 +113,16 @@ class SamplingReport:
     """One request on all ranks.
 
     Attributes:
+        mesh: Sizes of the axes, as text.
+        num_patches: Patches of PipeFusion; None for others.
         warmup_steps: Sampler warm-up, the number found if it was `"auto"`; None for exact methods.
         reason: Why this method, if it was chosen automatically.
         step_s: Seconds of one denoising step: the median over steps, of the slowest rank.
-        bytes_sent: Bytes by kind, over all ranks; `messages_sent` likewise.
-        resident_bytes: Bytes of the denoiser's parameters, by rank; it has `whole_bytes`.
+        sampling_s: Seconds of the denoising loop.
+        bytes_sent: Bytes by kind, over all ranks.
+        messages_sent: Messages by kind, over all ranks.
+        resident_bytes: Bytes of the denoiser's parameters, by rank.
+        whole_bytes: Bytes of all its parameters.
         total_s: Seconds of the whole request on rank 0, with encoding and decoding.
         decoder_calls: Calls of the autoencoder's decoder, by rank; empty if rank 0 decoded alone.
         decoder_bytes: Bytes of the autoencoder's weights, which each rank holds if all decode.

@@ -47,7 +47,11 @@ class PatchSchedulers:
         self._noise = _NoiseOfWhole(axis)
 
     def going_on(self, earlier: list[PatchSchedulers] | None) -> PatchSchedulers:
-        """Returns the schedulers of the steps before, if there are any; else these, which are recorded."""
+        """Returns the schedulers of the steps before, if there are any; else these, which are recorded.
+
+        Raises:
+            ConfigurationError: They step other rows.
+        """
         if earlier is None:
             return self
         if not earlier:
@@ -100,6 +104,9 @@ def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> b
     """Tries whether stepping two halves with two copies equals stepping the whole, over all timesteps.
 
     On the host, wherever the scheduler is, and with no generator touched but the host's, which is put back.
+
+    Raises:
+        ConfigurationError: Its step fails, or takes other arguments; names the scheduler.
     """
     if takes_more(scheduler):
         raise ConfigurationError(
@@ -233,7 +240,11 @@ class _NoiseOfWhole(TorchFunctionMode):
 def for_samples(
     scheduler: Any, rows: Sequence[int], latents: Tensor, timesteps: Tensor | None = None
 ) -> Any:
-    """Makes a scheduler sample noise for all samples and keep that of some, for ranks that divide the samples."""
+    """Makes a scheduler sample noise for all samples and keep that of some, for ranks that divide the samples.
+
+    Raises:
+        ConfigurationError: It steps all samples together; names the scheduler.
+    """
     num_rows = len(latents)
     timesteps = scheduler.timesteps if timesteps is None else timesteps
     if not is_elementwise(scheduler, timesteps, latents.ndim, -latents.ndim):

@@ -95,8 +95,13 @@ def _opened(path: Path) -> Any:
 class SafetensorsFolder(Weights):
     """Weights of one part of a diffusers folder: one file, or several with an index.
 
-    Their names begin with `stem`, and have the variant as in diffusers: `"fp16"` for
-    `diffusion_pytorch_model.fp16.safetensors`.
+    Args:
+        folder: Sub-folder of the part, such as `.../transformer`.
+        variant: As in diffusers: `"fp16"` for `diffusion_pytorch_model.fp16.safetensors`.
+        stem: First part of the files' names.
+
+    Raises:
+        CheckpointError: There is no safetensors file, or one that the index names is missing.
     """
 
     def __init__(self, folder: str | Path, variant: str | None = None, stem: str = _STEM) -> None:
@@ -167,7 +172,11 @@ def _what_to_do(folder: Path, variant: str | None) -> str:
 
 
 def dtype_named(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
-    """Returns a type in which models compute, by its name; None as it is."""
+    """Returns a type in which models compute, by its name; None as it is.
+
+    Raises:
+        ConfigurationError: There is no such type; `name` says of which setting.
+    """
     dtype = getattr(torch, value, value) if isinstance(value, str) else value
     if dtype is not None and dtype not in _FLOATS.values():
         raise ConfigurationError(
@@ -181,6 +190,9 @@ def stored_dtype(folder: Path, variant: str | None = None) -> torch.dtype | None
 
     That of float8, which layers cannot compute with, is bfloat16, which has all its values. Scales of weights that
     are stored quantized do not count.
+
+    Raises:
+        CheckpointError: A file cannot be read.
     """
     sizes: dict[str, int] = defaultdict(int)
     infix = re.escape(f".{variant}") if variant and any(folder.glob(f"*.{variant}*")) else ""
@@ -281,7 +293,11 @@ def skeleton(
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:
-    """Raises CheckpointError, before anything is read, unless just the tensors of a model are stored."""
+    """Compares names, before anything is read.
+
+    Raises:
+        CheckpointError: Some tensors of the model are not stored, or others are.
+    """
     in_model, stored = set(model.state_dict()), weights.names()
     refuse_names(type(model).__name__, weights.origin, in_model - stored, len(in_model))
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -310,7 +326,11 @@ def refuse_names(cls: str, origin: str, names: Collection[str], num_known: int |
 
 
 def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | None = None) -> None:
-    """Gives placeholders their values; buffers are always read."""
+    """Gives placeholders their values; buffers are always read.
+
+    Raises:
+        CheckpointError: A stored tensor is missing, has another shape, or holds whole numbers for others.
+    """
     check_weights(model, weights)
     parameters = dict(model.named_parameters())
     stored = model.state_dict(keep_vars=True)
@@ -344,7 +364,11 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
 
 
 def quantization_config(folder: Path) -> dict[str, Any] | None:
-    """Returns the stored quantization config of a component's folder; None for plain weights."""
+    """Returns the stored quantization config of a component's folder; None for plain weights.
+
+    Raises:
+        ConfigurationError: The weights are quantized by a method that cannot be read, or its package is missing.
+    """
     try:
         config = json.loads((folder / "config.json").read_text()).get("quantization_config")
     except (OSError, ValueError):  # whoever reads the rest of it says why
@@ -444,6 +468,9 @@ def load_transformer(cls: Any, folder: Path, dtype: torch.dtype, variant: str | 
     """Loads a model of transformers that is stored quantized, mapped from its files.
 
     Its own loader gives names their places, and placeholders without memory in those of quantized weights.
+
+    Raises:
+        CheckpointError: Weights are missing.
     """
     config = cls.config_class.from_pretrained(folder)
     del config.quantization_config

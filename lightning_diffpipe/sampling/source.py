@@ -183,7 +183,18 @@ class Source(Protocol):
 
 
 class DiffusersFolder:
-    """A pipeline saved by diffusers, in a folder with `model_index.json`; the rank that `leads` loads all parts."""
+    """A pipeline saved by diffusers.
+
+    Args:
+        path: Folder with `model_index.json`.
+        leads: Load the other parts, too.
+        device: Device to compute on.
+        opening: Further options, and parts to take in place of those of the folder.
+
+    Raises:
+        ConfigurationError: The pipeline is of a kind that is not known, or cannot do without a part.
+        CheckpointError: Weights are missing.
+    """
 
     def __init__(self, path: Path, leads: bool, device: torch.device, opening: Opening) -> None:
         dtype, variant, parts = opening.dtype, opening.variant, opening.parts
@@ -265,6 +276,9 @@ class DiffusersFolder:
         """Returns the pipeline; on other ranks than rank 0 it is made from configs alone.
 
         Then its modules have no weights, and those of transformers are missing.
+
+        Raises:
+            ConfigurationError: Its autoencoder cannot save memory as is asked for.
         """
         if self._pipeline is not None:
             return self._pipeline
@@ -441,7 +455,11 @@ def _folders_of(path: Path, name: str) -> list[Path]:
 
 
 def class_of(library: str, name: str) -> Any:
-    """Returns the class of a part."""
+    """Returns the class of a part.
+
+    Raises:
+        ConfigurationError: It is of another library than diffusers and transformers, or of another version.
+    """
     if library not in _LIBRARIES:
         raise ConfigurationError(
             f"model_index.json asks for {library}.{name}; only parts from diffusers and "
@@ -472,6 +490,9 @@ def load_part(
         entry: Library and class of the part, a module, tokenizer or scheduler; as in `model_index.json`.
         dtype: Type of its weights; None for that in which most of them are stored.
         variant: Variant of its files, where there are such files, as in diffusers.
+
+    Raises:
+        CheckpointError: The weights are those of a part with adapters, or some are missing or not known.
     """
     cls, origin = class_of(*entry), f"{path}/{name}".rstrip("/")
     if not issubclass(cls, nn.Module):
@@ -547,7 +568,11 @@ def refuse_unknown(pipeline: Any, names: Iterable[str]) -> None:
 
 
 def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
-    """Makes the arguments of a diffusers pipeline's call."""
+    """Makes the arguments of a diffusers pipeline's call.
+
+    Raises:
+        ConfigurationError: An option is unknown, or cannot be used here.
+    """
     takes = inspect.signature(type(pipeline).__call__).parameters
     arguments, prompts = settings.given(), settings.prompts
     option = next((name for name in _PROMPTS if name in takes), None)
@@ -598,7 +623,11 @@ def _dry_run_of(call: PipelineCall) -> Call:
 
 
 def images_of(call: PipelineCall, sample: Sample) -> Any:
-    """Runs a pipeline's call with its denoising loop done by `sample`, and returns its images."""
+    """Runs a pipeline's call with its denoising loop done by `sample`, and returns its images.
+
+    Raises:
+        ConfigurationError: The call fails before the loop, or with a denoiser that predicts zeros.
+    """
     try:
         with settings_restored(call.parts):
             request = _dry_run_of(call)

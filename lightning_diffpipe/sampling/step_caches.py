@@ -62,7 +62,11 @@ DECISION = TensorShape((1,), torch.uint8)
 
 
 def step_cache_named(cache: Any) -> Any:
-    """Returns the configuration of a cache, from its name or from one; its timestep is put in while sampling."""
+    """Returns the configuration of a cache, from its name or from one; its timestep is put in while sampling.
+
+    Raises:
+        ConfigurationError: There is no such cache, or it has functions, which do not travel to other ranks.
+    """
     if cache is None:
         return None
     from diffusers import hooks
@@ -151,7 +155,11 @@ class StepCache:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StepCache]:
-        """Context in which all hooks are in place."""
+        """Context in which all hooks are in place.
+
+        Raises:
+            ConfigurationError: diffusers finds nothing in this model that could be skipped.
+        """
         if self.config is None:
             yield self
             return
@@ -289,7 +297,11 @@ class StepCache:
     # --- stages -----------------------------------------------------------------------------------------
 
     def divide(self, block_names: Sequence[str], is_last: bool) -> str | None:
-        """Makes the first stage store outputs of the last one; returns the name of the block with these, if any."""
+        """Makes the first stage store outputs of the last one; returns the name of the block with these, if any.
+
+        Raises:
+            LayoutError: Blocks are called before the first that may be skipped, or after the last.
+        """
         if self._head is None or self._tail is None:
             return None
         ends = [self._root.get_submodule(block_names[i]) for i in (0, -1)]

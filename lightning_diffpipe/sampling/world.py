@@ -82,9 +82,14 @@ class World:
     ) -> Any:
         """Returns what `make` returns on this rank, if it works on all; else the same error on all ranks.
 
-        `make` may count its steps (`watcher.step`); after the first one, a hang is noticed sooner. `give_up` breaks
-        the links on which other ranks may wait for this one. It is called where `make` failed, if the others do not
-        come by themselves; then at last on all ranks.
+        Args:
+            phase: Name of the phase, for messages.
+            make: May count its steps (`watcher.step`); after the first one, a hang is noticed sooner.
+            give_up: Breaks the links on which other ranks may wait for this one. Called where `make` failed, if the
+                others do not come by themselves; then at last on all ranks.
+
+        Raises:
+            PipelineTimeoutError: A rank stopped, or makes no more steps.
         """
         if self.num_ranks == 1:
             return make()
@@ -296,6 +301,9 @@ _LEFT_OVER: dict[str, Axis] = {"single": "data", "sequence": "sequence"}
 
 def fit_mesh(num_ranks: int, method: str, **given: int | None) -> SamplingMesh:
     """Completes given sizes to a mesh of all ranks; another axis has size 1, or takes the remaining ranks.
+
+    Raises:
+        ConfigurationError: No mesh of all ranks is like that; the message lists those that are.
 
     Example:
         >>> print(fit_mesh(8, "pipefusion", guidance=2))

@@ -112,7 +112,12 @@ class ModelCall(NamedTuple):
 
 
 def analyse(call: ModelCall) -> CallAnalysis:
-    """Analyses one call of a model."""
+    """Analyses one call of a model.
+
+    Raises:
+        GraphError: The model mixes rows in a way bands have no rule for; names the operator.
+        ConfigurationError: Its strides do not divide the rows.
+    """
     runs = _MarkedRuns(call)
     analysis = CallAnalysis(sample=runs.find_sample(call.latents))
     run, analysis.outputs = runs.mark_rows(analysis.sample)
@@ -206,13 +211,14 @@ def _is_float(x: Any) -> bool:
 
 
 class MarkedRun(Run, TorchFunctionMode):
-    """One run of the model with stand-ins, and its findings.
+    """One run of the model with stand-ins, and its findings; naming operators that spread marks is slow.
 
     Attributes:
         out: Results of the model.
         keys: For each attention call, which positions of the keys are marked.
         embedders: Modules that embed the latents, the outermost ones; axes of their results.
         constant: Modules that are given a text without marks only, once; the outermost ones.
+        spreader: The first function that had marked and clean rows before it and none clean after it.
     """
 
     def __init__(self, runs: _MarkedRuns, sample: Tensor) -> None:

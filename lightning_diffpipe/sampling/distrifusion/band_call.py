@@ -201,7 +201,11 @@ class BandCall(Run, TorchFunctionMode):
     # ------------------------------------------------------------ what rules ask for
 
     def with_halo(self, x: Tensor, above: int, below: int) -> Tensor:
-        """Returns a band `(B, C, rows, W)` with rows of its neighbours, or zeros outside the image, around it."""
+        """Returns a band `(B, C, rows, W)` with rows of its neighbours, or zeros outside the image, around it.
+
+        Raises:
+            GraphError: Some band, of any rank, has fewer rows than its neighbours want of it.
+        """
         rows, bands = x.shape[-2], self._bands
         if above == below == 0:
             return x

@@ -95,8 +95,10 @@ class Exchange:
     def start_step(self, step: int, synchronous: bool, keep: bool) -> None:
         """Begins a step, to which calls belong from now on.
 
-        In a synchronous one they wait for its data, and read nothing of the step before. The step after it may read
-        what bands send if it is to `keep` that.
+        Args:
+            step: From 0.
+            synchronous: Calls wait for the data of this step, and read nothing of the step before.
+            keep: Whether the step after this one may read data that bands send in this one.
         """
         self._step, self._synchronous, self._keep = step, synchronous, keep
         if synchronous and not self._skips:
@@ -111,10 +113,21 @@ class Exchange:
         own: TensorShape,
         fresh: bool = False,
     ) -> dict[int, Tensor] | None:
-        """Sends the data that other bands need of an operator, by receiver, and returns theirs, by sender.
+        """Sends the data that other bands need, and returns theirs.
 
-        `call` is its position in the forward, and the shape of its `own` input must not change. Data are of this
-        step or the one before, of this one in any case if they are to be `fresh`; a displaced first step has none.
+        Args:
+            kind: Kind of the data.
+            call: Position of the operator in the forward.
+            outgoing: By receiver.
+            expected: By sender.
+            own: Shape of the operator's input on this band, which must not change.
+            fresh: Exchange the data of this step, whatever kind of step it is.
+
+        Returns:
+            By sender, of this step or of the step before; None in a displaced first step, which has none.
+
+        Raises:
+            GraphError: The forward took another course than in the first step.
         """
         self._check(kind, call, own)
         if fresh or self._synchronous:
@@ -174,9 +187,11 @@ class Exchange:
 class Constants:
     """Results of modules that are given a text only, in one call of the model, over the steps of one request.
 
-    A result is returned as long as steps bring the tensor that it was made of, or a view of all of it, and neither
-    has been written to, which their versions tell without a look at the device. Another input ends this for the
-    request. Tensors made under `torch.inference_mode` have no version, so modules that are given these run.
+    An input is copied, and as long as the next step brings an equal one, the stored result is returned; a first
+    unequal one ends this for the request. A tensor that has not been written to since, which its version tells
+    without a look at the device, is equal; so is a stored result. Others, such as prompts that a closure
+    concatenates in every step, are compared, for which the host waits: once for all modules that are given it.
+    Tensors made under `torch.inference_mode` have no version, so modules that are given these run.
 
     Args:
         candidates: Names of modules.

@@ -72,7 +72,8 @@ def corrected(
 ) -> tuple[Tensor, Tensor]:
     """Returns moments of the whole image as if it had changed as much as this band did.
 
-    And how often the variance was negative and the band's own was taken.
+    Returns:
+        Its moments, and how often the variance was negative and the band's own was taken.
     """
     values = torch.stack([*before, now], 1).double()
     moments = _of_image(values, shares, band)
@@ -88,7 +89,11 @@ def predicted(
     band: int,
     shares: Sequence[float],
 ) -> Tensor:
-    """Returns moments of the whole image if others go on as since `earlier`, and share what surprised this band."""
+    """Lets other bands go on as they did since `earlier`, two steps ago, and share what surprised this band.
+
+    Returns:
+        Moments of the whole image.
+    """
     # Of all bands one step ago, and of this one now; then the same one step earlier.
     rows = [*before, now, *(() if earlier is None else (*earlier, before[band]))]
     num_bands = len(before)

@@ -54,7 +54,11 @@ class AttentionCall(NamedTuple):
         return self.tokens.owned(self.part)
 
     def own_mask(self) -> Tensor | None:
-        """Returns the mask over the part's own keys; None if there is none, or one that is over all keys."""
+        """Returns the mask over the part's own keys; None if there is none, or one that is over all keys.
+
+        Raises:
+            LayoutError: It differs from query to query.
+        """
         num_keys = len(self.tokens.input_of(self.part))
         is_of_part = self.mask is not None and self.mask.shape[-1] == num_keys != self.tokens.size
         if not is_of_part:
@@ -151,8 +155,9 @@ class KvCache:
     def in_shares(self, call: AttentionCall) -> KeysInShares:
         """Begins a call of attention whose keys and values come one share after the other.
 
-        Its part is that of all shares together, without dummy text; its keys and values are those of one of the
-        shares, and their number of tokens does not matter.
+        Args:
+            call: Its part is that of all shares together, without dummy text; its keys and values are those of one
+                of the shares, and their number of tokens does not matter.
         """
         if call.part.units is None:
             views = self._synchronous_buffers(call) if self.keeps else None

@@ -115,7 +115,7 @@ class PartRunner:
         earlier: Sequence[PartRun] = (),
         stop: bool = False,
     ) -> PartRun:
-        """Runs the closure once; the run that is returned has the prediction, on the last rank.
+        """Runs the closure once.
 
         Args:
             call: The closure, with its latents and timestep.
@@ -124,6 +124,12 @@ class PartRunner:
             send: Takes what goes to the rank after it.
             earlier: Runs on other samples of the same step, whose results are to be put together.
             stop: Stop after the last own block also on the last rank.
+
+        Returns:
+            The run, with its prediction on the last rank.
+
+        Raises:
+            LayoutError: The closure calls blocks otherwise than its probe saw.
         """
         run = PartRun(self, part, receive, send, tuple(earlier), stop or not self.stage.is_last)
         with self.interception.running(run):

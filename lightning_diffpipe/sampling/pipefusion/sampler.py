@@ -81,6 +81,9 @@ class PipeFusion:
         verify: Fill everything that must not be read with NaN, and rehearse the first request of a layout: a step
             in patches against a synchronous one (`sampling/rehearsal.py`).
 
+    Raises:
+        ConfigurationError: An option is none of these, or out of range.
+
     Example:
         >>> sampler = PipeFusion(transformer, links, num_patches=4)          # doctest: +SKIP
         >>> latents = sampler.sample(request)                                # doctest: +SKIP
@@ -122,7 +125,12 @@ class PipeFusion:
         self._rehearsed: set[int] = set()  # numbers of layouts, the same on all ranks
 
     def prepare(self, request: Request) -> PipeFusionSetting:
-        """Decides everything about a request; collective. Rank 0 probes, and broadcasts the layout or its error."""
+        """Decides everything about a request; collective. Rank 0 probes, and broadcasts the layout.
+
+        Raises:
+            ConfigurationError: Patches, ranks or the scheduler do not fit; on all ranks.
+            LayoutError: The model cannot be sampled in patches; on all ranks.
+        """
 
         def decide() -> tuple[int, Layout | None, tuple[int, ...]]:
             """Returns the number of the layout, the layout if it is new to other ranks, and where to cut."""
@@ -195,7 +203,11 @@ class PipeFusion:
         on_step: Callable[[int], None] | None = None,
         setting: PipeFusionSetting | None = None,
     ) -> Tensor:
-        """Runs one request, for which it is prepared here unless that has been done; see `Sampler`."""
+        """Runs one request, for which it is prepared here unless that has been done; see `Sampler`.
+
+        Raises:
+            PipelineTimeoutError: Another rank stopped, or is too slow.
+        """
         with request.inferring():
             setting = setting or self.prepare(request)
             self._rehearse_once(request, setting)

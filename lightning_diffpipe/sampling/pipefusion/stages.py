@@ -67,7 +67,12 @@ class Stages:
 
     @classmethod
     def split(cls, layout: Layout, positions: Sequence[int]) -> Stages:
-        """Cuts the blocks before increasing positions: rank r starts at block `positions[r - 1]`."""
+        """Cuts the blocks before increasing positions: rank r starts at block `positions[r - 1]`.
+
+        Raises:
+            PartitionError: A rank would have no block.
+            LayoutError: A result would have to travel backwards.
+        """
         names = layout.block_names
         bounds = [0, *positions, len(names)]
         if any(a >= b for a, b in itertools.pairwise(bounds)):

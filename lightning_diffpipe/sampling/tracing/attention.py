@@ -149,7 +149,11 @@ def _dispatch() -> Any:
 
 
 def set_attention(denoiser: nn.Module, name: str) -> None:
-    """Chooses the kernel of a denoiser's attention, by diffusers' name."""
+    """Chooses the kernel of a denoiser's attention, by diffusers' name.
+
+    Raises:
+        ConfigurationError: There is no such kernel here, or the denoiser cannot take another one than torch's.
+    """
     registry = _dispatch()._AttentionBackendRegistry
     active, _ = registry.get_active_backend()
     try:
@@ -313,6 +317,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Returns the blocks that a denoiser repeats: those that diffusers names, or else entries of lists.
 
     Lists count (`nn.ModuleList`) that have several modules of one class and no others, each with modules inside.
+
+    Raises:
+        ConfigurationError: There are none.
     """
     names = getattr(model, "_repeated_blocks", None) or ()
     blocks = [module for module in model.modules() if type(module).__name__ in names]

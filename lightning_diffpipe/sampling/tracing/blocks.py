@@ -80,7 +80,11 @@ class BlockTracer:
             self._base_without_products = self._targets(flat)
 
     def trace(self) -> None:
-        """Fills in the block's axes, and whether it runs on parts of its text and of its samples."""
+        """Fills in the block's axes, and whether it runs on parts of its text and of its samples.
+
+        Raises:
+            LayoutError: The block adds or drops tokens, or mixes them.
+        """
         routes = list(self._routes())
         to_results = [route for route in routes if route.target.kind == "result"]
         for route in routes:

@@ -71,7 +71,10 @@ def find_passed(
 ) -> frozenset[tuple[int, int]]:
     """Returns the results of blocks, as (call, leaf), that code between blocks only passes on to blocks.
 
-    `run` runs `denoise`, with the function that it is given in the place of blocks.
+    Args:
+        run: Runs `denoise`; the function it is given answers the calls of blocks.
+        blocks: Calls of blocks.
+        device: Device of the results of stubbed blocks.
     """
     follower = _Follower(blocks, device)
     with follower:

@@ -81,9 +81,16 @@ _Key = tuple[torch.Size, torch.dtype, str]
 def probe(request: Request, axis: int | None = None) -> Layout:
     """Finds the layout of a request's model for latents of its shape.
 
-    `axis` of the latents is cut, such as 2 for the frames of a video; by default rows, or tokens where latents are
-    packed into (samples, tokens, channels). Raises LayoutError if the model mixes tokens outside attention or hides
-    its attention.
+    Args:
+        request: Nothing in it is changed.
+        axis: The axis of the latents to cut, e.g. 2 for the frames of a video; by default rows, or tokens
+            where latents are packed into (samples, tokens, channels).
+
+    Returns:
+        The layout: plain data, valid for every number of patches and ranks.
+
+    Raises:
+        LayoutError: The model mixes tokens outside attention, or hides its attention.
     """
     with request.inferring(), finite_placeholders(request.model):
         return _Probe(request, axis).run()
@@ -331,6 +338,9 @@ class LayoutStore:
     What the shapes of a request are is only known inside the user's closure: the length of a prompt, a control
     image. So a known layout is tried on, by running the closure with all blocks stubbed and comparing the shapes
     of their arguments; that costs no more than the code between blocks.
+
+    Args:
+        axis: Axis of the latents that is cut; None for the default.
     """
 
     def __init__(self, axis: int | None = None) -> None:
@@ -338,7 +348,12 @@ class LayoutStore:
         self._known: list[tuple[_Key, Layout]] = []
 
     def layout_for(self, request: Request) -> Layout:
-        """Returns a layout that fits the request: a stored one, or a new one by probing."""
+        """Returns a layout that fits the request: a stored one, or a new one by probing.
+
+        Raises:
+            LayoutError: The model cannot be sampled in parts, or fails while it is probed.
+            ConfigurationError: Memory does not suffice to probe it.
+        """
         key = _key(request)
         for stored, layout in self._known:
             if stored == key and fits(layout, request):
