@@ -50,7 +50,7 @@ from lightning_diffpipe.sampling.adapters import (
     read_loras,
     refuse_adapted,
 )
-from lightning_diffpipe.sampling.digests import Identity
+from lightning_diffpipe.sampling.digests import Texts, texts_of, texts_of_folder
 from lightning_diffpipe.sampling.loop import denoisers_among
 from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
@@ -123,6 +123,7 @@ def open_source(
             str(folder),
             lambda n: outline_of_part(folder_of_part(str(folder), index, n), n, index[n]),
             lambda name: SafetensorsFolder(folder / name),
+            lambda name: texts_of_folder(folder / name),
             partial(cls.from_pretrained, folder),
             leads,
             device,
@@ -317,16 +318,14 @@ def _checked_rows(source: DiffusersFolder, settings: Settings) -> int | None:
 
 @dataclass(eq=False)
 class ModuleSource:
-    """A module of this project.
+    """A module of this project; see `Source`.
 
     Attributes:
-        cls: Class of the module.
         name: Name of the denoiser, the first one of a cascade: `"unet"` or `"transformer"`.
-        denoiser: The denoiser, or a skeleton of it.
-        weights: Weights of a skeleton.
         module: The whole module, on the rank that leads.
         vae: Config of the autoencoder; None if it samples pixels.
         open_part: Skeleton and weights of another denoiser; None for a module in memory.
+        stored_texts: Texts of a stored part, which ranks compare; None for a module in memory.
     """
 
     cls: type[LatentDiffusion | CascadedDiffusion]
@@ -336,6 +335,8 @@ class ModuleSource:
     module: LatentDiffusion | CascadedDiffusion | None
     vae: Mapping[str, Any] | None
     open_part: Callable[[str], tuple[nn.Module, Weights]] | None = None
+    origin: str = "a module in memory"
+    stored_texts: Callable[[str], Texts] | None = None
     _parts: dict[str, nn.Module] = field(default_factory=dict)
 
     def check(self, settings: Settings) -> int | None:
@@ -382,11 +383,12 @@ class ModuleSource:
             self._parts[name] = part.eval()
         return self._parts[name]
 
-    def identity(self, name: str) -> Identity:
-        """Returns the identity of that denoiser, which ranks compare."""
-        if self.open_part is not None:
-            return Identity.of({}, *self.open_part(name))
-        return Identity.of({}, self.part(name), None)
+    def texts(self, name: str) -> Texts:
+        """See `Source`."""
+        if self.stored_texts is not None:
+            return self.stored_texts(name)
+        part = self.part(name)
+        return texts_of(name, part.config, part.state_dict())
 
 
 def _checkpoint(path: Path, leads: bool, device: torch.device, opening: Opening) -> ModuleSource:
@@ -398,15 +400,16 @@ def _checkpoint(path: Path, leads: bool, device: torch.device, opening: Opening)
         )
     _refuse_self_conditioning(checkpoint.get("hyper_parameters", {}), str(path))
     parts = checkpoint_parts(checkpoint)
+    outline_of = partial(checkpoint_part, checkpoint)
+    stored = lambda name: checkpoint_part_weights(checkpoint, name, opening.ema, opening.base)
     cls = CascadedDiffusion if "upscaler" in parts else LatentDiffusion
     return _stored_module(
         cls,
         parts,
         str(path),
-        partial(checkpoint_part, checkpoint),
-        lambda n: StateDict(
-            checkpoint_part_weights(checkpoint, n, opening.ema, opening.base), str(path)
-        ),
+        outline_of,
+        lambda name: StateDict(stored(name), str(path)),
+        lambda name: texts_of(name, outline_of(name).config, stored(name)),
         partial(cls.from_checkpoint, path, opening.ema, opening.base),
         leads,
         device,
@@ -420,6 +423,7 @@ def _stored_module(
     origin: str,
     outline_of: Callable[[str], PartOutline],
     weights_of: Callable[[str], Weights],
+    texts_of_part: Callable[[str], Texts],
     read: Callable[..., LatentDiffusion | CascadedDiffusion],
     leads: bool,
     device: torch.device,
@@ -460,4 +464,10 @@ def _stored_module(
         # LightningModule.to would move the denoiser, too; `module.device` is what it would have set.
         module._device = device
     vae = outline_of("vae").config if "vae" in cls.part_names else None
-    return ModuleSource(cls, name, denoiser, weights, module, vae, open_part)
+    of_loras = [lora.texts(f"LoRA {n}") for n, lora in enumerate(added)]
+
+    def stored_texts(part: str) -> Texts:
+        texts = [texts_of_part(part), *(of_loras if part == name else ())]
+        return {key: text for each in texts for key, text in each.items()}
+
+    return ModuleSource(cls, name, denoiser, weights, module, vae, open_part, origin, stored_texts)

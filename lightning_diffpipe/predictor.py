@@ -13,10 +13,6 @@ The journey of a request:
 
 Text encoders live on rank 0 only, and so does the autoencoder unless all decode. Under PipeFusion a rank reads only
 the weights of its own layers; under the other methods each has the whole denoiser.
-
-Sources:
-    PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
-    DistriFusion, Li et al. (CVPR 2024), https://arxiv.org/abs/2402.19481
 """
 
 import contextlib
@@ -42,6 +38,7 @@ from lightning_diffpipe.errors import (
     raised_by_all,
     require_timeout,
 )
+from lightning_diffpipe.graph.placement import held_bytes
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.model_sources import (
     open_source,
@@ -52,7 +49,7 @@ from lightning_diffpipe.model_sources import (
 )
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.decoding import Decoding
-from lightning_diffpipe.sampling.digests import Identity, refuse_other_models, refuse_other_request
+from lightning_diffpipe.sampling.digests import as_texts, refuse_other, refuse_other_models
 from lightning_diffpipe.sampling.dry_run import observe_samples
 from lightning_diffpipe.sampling.methods import (
     Chooser,
@@ -291,7 +288,7 @@ class Predictor:
         self._functions = {name: value for name, value in options.items() if callable(value)}
         started_s = time.perf_counter()
         images = self._lead(check) if self._world.rank == 0 else self._follow(check)
-        self._world.enter("between two requests")
+        watcher.publish(phase="between two requests", step=0)
         if self.report is not None:
             self.report = replace(self.report, total_s=time.perf_counter() - started_s)
         return images
@@ -319,7 +316,7 @@ class Predictor:
     def _lead(self, check: Callable[[], Settings]) -> list[Any]:
         """Runs a request on rank 0: sends the others the call, or the error that ends it before there is one."""
         broadcast, has_begun = self._world.links.broadcast_object, False
-        self._world.enter("encoding prompts", works=True)
+        watcher.publish(phase="encoding prompts", step=-1)  # others may wait for it there
 
         def sample(call: Call) -> Tensor:
             nonlocal has_begun
@@ -363,12 +360,12 @@ class Predictor:
             self._decoding.end()
 
     def _follow(self, check: Callable[[], Settings]) -> None:
-        self._world.enter("waiting for the request")
+        watcher.publish(phase="waiting for the request", step=0)
         with raised_by_all():
             texts, packed = self._world.links.broadcast_object(lambda: None)  # rank 0 has them
 
         def compare() -> None:
-            refuse_other_request(self._world.rank, check().as_texts(), texts)
+            refuse_other(self._world.rank, check().as_texts(), texts)
 
         self._sample(packed, compare)
         self._decoding.follow()
@@ -382,17 +379,20 @@ class Predictor:
             worker, latents = self._sampled(packed)
             # Before decoding, so that no rank waits for rank 0 if that fails.
             reports = self._world.links.gather_object(worker.report())
-        self._world.enter("decoding latents", works=self._world.rank == 0)
-        self.report = merge(reports) if self._world.rank == 0 else None
+        watcher.publish(phase="decoding latents", step=-1 if self._world.rank == 0 else 0)
+        num_steps, denoiser = len(packed.timesteps), self.source.denoiser
+        if self._world.rank == 0:
+            whole_bytes = sum(map(held_bytes, denoiser.parameters()))
+            self.report = merge(worker.options, num_steps, whole_bytes, reports)
         if ranks := [str(rank) for rank, each in enumerate(reports) if not each.is_finite]:
-            dtype = str(self.source.denoiser.dtype)[6:]
+            dtype = str(denoiser.dtype)[6:]
             advice = "lower guidance_scale, or check the weights and the pipeline's arguments"
             if dtype == "float16":
                 advice = "the model may overflow: choose dtype=bfloat16 or float32"
             with raised_by_all():
                 # Images would be black.
                 raise SamplingError(
-                    f"final latents are not finite (ranks {', '.join(ranks)}; {reports[0].num_steps} steps in "
+                    f"final latents are not finite (ranks {', '.join(ranks)}; {num_steps} steps in "
                     f"{dtype}): {advice}"
                 )
         return latents
@@ -400,8 +400,8 @@ class Predictor:
     def _compare_part(self, name: str) -> None:
         """Raises ConfigurationError, on all ranks, if a part that all read whole differs on one of them."""
         if name not in self._compared:
-            identify = partial(self.source.identity, name)
-            refuse_other_models(self._world, self._world.agree("comparing weights", identify))
+            texts = self._world.agree("comparing weights", lambda: self.source.texts(name))
+            refuse_other_models(self._world, texts, self.source.origin)
             self._compared.add(name)
 
     def _sampled(self, packed: Call) -> tuple[Worker, Tensor]:
@@ -461,26 +461,22 @@ class Predictor:
         """Ends a request on all ranks with an error that is raised inside."""
         try:
             yield
-        except (ConfigurationError, GraphError) as error:
-            error.is_of_all_ranks = True  # they go on together
-            if error.leaves_messages:
-                self._break_off(error)
-            raise
         except BaseException as error:
-            self._break_off(error)
+            if isinstance(error, ConfigurationError | GraphError):
+                error.is_of_all_ranks = True
+                if not error.leaves_messages:
+                    raise  # they go on together
+            if self._world.num_ranks == 1:
+                raise
+            # Ranks are at different points of the request, whose messages end here.
+            if not getattr(error, "is_of_all_ranks", False):
+                watcher.fail(error)  # so that others do not count it as lost first
+            self._broken_by, worker, self._worker = repr(error), self._worker, None
+            if self._world.backend == "gloo":
+                forget_variables(error)
+                if worker is not None:
+                    worker.mesh_links.abandon()
             raise
-
-    def _break_off(self, error: BaseException) -> None:
-        """Ends the messages of a request after an error, when ranks are at different points of it."""
-        if self._world.num_ranks == 1:
-            return
-        if not getattr(error, "is_of_all_ranks", False):
-            self._world.leave(error)
-        self._broken_by, worker, self._worker = repr(error), self._worker, None
-        if self._world.backend == "gloo":
-            forget_variables(error)
-            if worker is not None:
-                worker.mesh_links.abandon()
 
     def _reconnect(self) -> None:
         """Joins all ranks again after an error in the middle of a request; collective."""
@@ -504,7 +500,7 @@ class Predictor:
                 least = min((each for each in left if each is not None), default=None)
                 model, num_ranks = self.source.denoiser, self._world.num_ranks
                 self._chooser = Chooser(model, link, self.device, num_ranks, least, self.options)
-            self._world.enter("choosing a method")
+            watcher.publish(phase="choosing a method", step=0)
 
             def decide() -> MethodOptions:
                 if self._chooser is not None:
@@ -556,8 +552,8 @@ def _opened(
         # Paths may differ between hosts; the contents of the files are among the weights.
         arguments["ip_adapters"] = list((loading["ip_adapters"] or {}).values())
         arguments.pop("base")
-        identify = partial(Identity.of, arguments, source.denoiser, source.weights)
-        refuse_other_models(world, world.agree("comparing weights", identify))
+        texts = world.agree("comparing weights", lambda: source.texts(source.name))
+        refuse_other_models(world, as_texts(arguments) | texts, source.origin)
     return source
 
 

@@ -13,11 +13,6 @@ There is one file for each layer and sample, under the hash of what it depends o
 Any number of ranks, runs and machines may share a folder: a file is written elsewhere and renamed, so that a
 reader sees all of it or nothing, and whoever writes the same key writes the same content. A file that
 was cut short by a crash of the machine, or damaged, is named in a warning, removed and made again.
-
-Once all samples are stored, encoders leave memory: their parameters are those of their files, or are written to
-one, and are loaded for a sample that is new, a layer at a time, or where validation and sampling call them. With
-`encode_first` all samples are stored before training, so that a rank never holds encoders next to gradients,
-optimizer states and activations, and plans count so.
 """
 
 import json
@@ -66,8 +61,9 @@ class EncodingCache(L.Callback):
     numbers, or whose inputs follow noise or timesteps, are computed as ever; what is stored of a VAE are the
     moments, so that each pass samples its own latents. Any number of ranks and runs may share the folder.
 
-    Encoders leave the memory of a rank after a pass over the data in which it computed no sample, and are loaded
-    for those that are new.
+    After a pass over the data in which a rank computed no sample, encoders leave its memory: their parameters are
+    those of their files, or are written to one, and are loaded for a new sample, a layer at a time, or where
+    validation and sampling call them.
 
     Args:
         folder: Folder of the files; ranks on several hosts may share it or have their own.

@@ -63,12 +63,10 @@ class _StepTimes:
 
     Attributes:
         ended_s: End of the step before, with all that was measured; None if other work came between.
-        began_s: Start of the step.
-        between_s: Time from that end to that start.
+        between_s: Time from that end to `began_s`, the start of the step.
         loading_s: Part of it in which the data loader was waited for.
         loaders_s: Time spent in loaders until the end of the step before.
-        drawing_s: Time spent on images of timelines so far, in seconds.
-        started_s: Start of the run.
+        drawing_s: Time spent on images of timelines so far.
     """
 
     ended_s: float | None = None

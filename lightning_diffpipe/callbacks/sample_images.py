@@ -1,10 +1,9 @@
 """Images sampled while training, so that a person sees what the loss does not say.
 
 Under a pipeline the denoiser is divided, so that all ranks sample together, on the partition of the training, with
-the averaged weights that each rank holds for its own layers. A transformer is sampled by PipeFusion
-(`StageSampler`); what that refuses, such as a U-Net, layer by layer, in lock step: `strategy.whole_model()`,
-where the strategy has it, makes the divided model callable as a whole. The start noise has its own generator, so
-training goes on exactly as without images. By PipeFusion:
+the averaged weights that each rank holds for its own layers. The start noise has its own generator, so training
+goes on exactly as without images. A transformer is sampled by PipeFusion; what that refuses, such as a U-Net, layer
+by layer, in lock step (`strategy.whole_model()`):
 
     all ranks     prompts -> text encoders -> start noise     in lock step, layers answered by who has them
     each rank     denoising steps through its own blocks      sampling/pipefusion/
@@ -271,12 +270,7 @@ class SampleImages(SamplingCallback):
     ) -> None:
         """Takes captions of the first batch, if there are no others; raises ConfigurationError if it has none."""
         if self.prompts is None:
-            entries = batch if isinstance(batch, Mapping) else {}
-            captions = entries.get(samples_from(pl_module), [])
-            conditions = entries.get("references", entries.get("condition"))
-            if conditions is None and "video" in entries:  # whose first frame is its condition
-                conditions = (entries["video"][:, :, 0] + 1) / 2
-            captions = captions.tolist() if isinstance(captions, Tensor) else list(captions)
+            captions, conditions = prompts_and_conditions(pl_module, batch)
             self._take(trainer, pl_module, captions, conditions)
         if self.prompts is None:
             raise ConfigurationError(
@@ -413,6 +407,16 @@ def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str]
     if samples_from(module) != "caption":
         return [], None
     return getattr(data, "held_back_captions", none)(_NUM_CAPTIONS) or [], conditions
+
+
+def prompts_and_conditions(module: L.LightningModule, batch: Any) -> tuple[list[Any], Any]:
+    """Returns prompts of a batch, and conditions or references; of a video its first frame is the condition."""
+    entries = batch if isinstance(batch, Mapping) else {}
+    prompts = entries.get(samples_from(module), [])
+    conditions = entries.get("references", entries.get("condition"))
+    if conditions is None and "video" in entries:
+        conditions = (entries["video"][:, :, 0] + 1) / 2
+    return prompts.tolist() if isinstance(prompts, Tensor) else list(prompts), conditions
 
 
 def samples_from(module: L.LightningModule) -> str:

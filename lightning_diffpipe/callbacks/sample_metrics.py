@@ -29,6 +29,7 @@ from torchmetrics.multimodal.clip_score import CLIPScore
 from lightning_diffpipe.callbacks.monitor import pipeline_of
 from lightning_diffpipe.callbacks.sample_images import (
     SamplingCallback,
+    prompts_and_conditions,
     samples_from,
     samples_to_conditions,
 )
@@ -106,27 +107,22 @@ class SampleMetric(SamplingCallback):
         left = -(-self.num_samples // pipeline_of(trainer)[1]) - len(self._prompts)
         if not self._is_due or left <= 0:
             return
-        entries = dict(batch) if isinstance(batch, Mapping) else {}
+        entries = batch if isinstance(batch, Mapping) else {}
         seen = "video" if "video" in entries else "image"
-        keys = [seen, samples_from(pl_module)]
-        if seen == "video" and samples_to_conditions(pl_module):
-            # Its first frame is its condition.
-            entries.setdefault("condition", (entries[seen][:, :, 0] + 1) / 2)
-        shown = "references" if "references" in entries else "condition"
-        keys += [shown] * samples_to_conditions(pl_module)
-        if missing := [name for name in keys if name not in entries]:
+        prompts, conditions = prompts_and_conditions(pl_module, batch)
+        needed = {seen: entries.get(seen), samples_from(pl_module): prompts or None}
+        needed |= {"condition": conditions} if samples_to_conditions(pl_module) else {}
+        if missing := [name for name, value in needed.items() if value is None]:
             raise ConfigurationError(
                 f"{type(self).__name__} compares sampled images with those of validation batches, which have no "
                 f"{missing[0]!r} but {', '.join(entries)}; leave it out (callbacks.{self.name}=null)"
             )
         real = entries[seen][:left].transpose(1, 2) if seen == "video" else entries[seen][:left]
         self.add_real((real.flatten(0, -4) / 2 + 0.5).clamp(0, 1))
-        prompts = entries[keys[1]]
-        prompts = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
         self._prompts += prompts[:left]
-        if shown in keys:
-            values = entries[shown]
-            rows = values.cpu() if shown == "condition" else zip(*values, strict=True)
+        if "condition" in needed:
+            is_tensor = isinstance(conditions, Tensor)
+            rows = conditions.cpu() if is_tensor else zip(*conditions, strict=True)
             self._conditions += [*rows][:left]
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple, Self, get_args
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from PIL import Image
 from torch import Tensor, nn
 from transformers import BaseImageProcessor, ProcessorMixin
@@ -53,18 +54,19 @@ from lightning_diffpipe.pipelines.stand_ins import (
     PaddingProcessor,
     PaddingTokenizer,
     StandIn,
+    answering,
     checked_arguments,
     dropping_encoder,
     dtype_of,
-    encoder_of_images,
     encoding_first_frames,
     first_frame_processor,
+    in_type,
     no_decoder,
     of_length,
-    of_type,
     one_timestep,
     per_sample,
     placed,
+    repeated_once,
     tensor_processor,
     torch_of_call,
 )
@@ -495,13 +497,17 @@ class OneStep:
             elif isinstance(getattr(part, "real", part), ProcessorMixin) and self._most_tokens:
                 readers[name] = PaddingProcessor(part, self._most_tokens, self.note_tokens)
             elif name.startswith("text_encoder"):
-                encoder = of_type(part, dtype)
+                encoder = part
+                if dtype_of(part) not in (None, dtype):
+                    encoder = answering(part, partial(in_type, dtype=dtype), dtype=dtype)
                 if name in self._generating:
                     # Nobody reads the keys and values that such a model keeps for tokens to come.
                     encoder = StandIn(encoder, call=partial(encoder, use_cache=False))
                 readers[name] = encoder
             elif name.startswith("image_encoder"):
-                readers[name] = encoder_of_images(part)
+                # Whose answers stay so where a pipeline repeats them for every prompt.
+                once = partial(pytree.tree_map_only, Tensor, repeated_once)
+                readers[name] = answering(part, once)
             elif isinstance(part, BaseImageProcessor):
                 readers[name] = tensor_processor(part)
             elif hasattr(part, "num_conditions"):  # guidance as a part of its own

@@ -207,11 +207,8 @@ class PaddingTokenizer(StandIn):
     """A tokenizer whose tensors have one length, and with which pipelines do not look for words that were cut off.
 
     Pipelines tokenize twice, the second time without a limit, and compare ids by value to warn of what was
-    cut off. The second answer is shorter here than the first, so that there is nothing to compare.
-
-    Args:
-        real: The tokenizer.
-        note: Is given it, the texts, its answer and the most tokens that it reads.
+    cut off. The second answer is shorter here than the first, so that there is nothing to compare. `note` is given
+    the tokenizer, texts, its answer and the most tokens that it reads.
     """
 
     def __init__(self, real: Any, note: Callable[..., None]) -> None:
@@ -306,23 +303,15 @@ def decoding_in_own_precision(vae: Any) -> contextlib.AbstractContextManager[Any
     return mock.patch.object(vae, "decode", decode_in_type)
 
 
-def of_type(real: Any, dtype: torch.dtype) -> Any:
-    """Returns a text encoder whose answers have a type; itself where it has that."""
-    if dtype_of(real) in (None, dtype):
-        return real
-
-    def call(*args: Any, **options: Any) -> Any:
-        return in_type(real(*args, **options), dtype)
-
-    return StandIn(real, call=call, dtype=dtype)
+def answering(real: Any, change: Callable[[Any], Any], **members: Any) -> StandIn:
+    """Returns a part whose answers are changed."""
+    return StandIn(real, call=lambda *args, **options: change(real(*args, **options)), **members)
 
 
 def of_length(real: Any, length: Callable[[], int]) -> StandIn:
     """Returns a denoiser whose states of prompts have one length for prompts of any length.
 
-    Args:
-        real: Computes.
-        length: Gives the length. Longer states stay as they are, and so do those that no mask argument goes with.
+    Longer states stay as they are, and so do those that no mask argument goes with.
     """
 
     def call(*args: Any, **options: Any) -> Any:
@@ -402,7 +391,12 @@ class Lockstep:
                 call = partial(self._ask, name, part, *asking)
                 parts[name] = StandIn(part, call=call, dtype=dtype_of(part))
             for name, part in self._encoders.items():
-                mode = partial(self._ask, name, partial(_mode, part), *asking)
+                mode = partial(
+                    self._ask,
+                    name,
+                    lambda x, vae=part: encoding(vae)(x).latent_dist.mode(),
+                    *asking,
+                )
                 encode = lambda pixels, mode=mode: posterior_of(mode(pixels))
                 parts[name] = StandIn(part, encode=encode)
             if methods:
@@ -449,29 +443,6 @@ def encoding(real: Any) -> Callable[..., Any]:
     return encode
 
 
-def _mode(vae: Any, pixels: Tensor) -> Tensor:
-    return encoding(vae)(pixels).latent_dist.mode()
-
-
-@dataclass
-class Certain:
-    """A posterior without a spread.
-
-    Attributes:
-        mean: Its mode and every sample, `(B, ...)`.
-    """
-
-    mean: Tensor
-
-    def mode(self) -> Tensor:
-        """Returns the mean."""
-        return self.mean
-
-    def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """Returns the mean, too."""
-        return self.mean
-
-
 def posterior_of(mode: Tensor) -> types.SimpleNamespace:
     """Returns an encoding of which only the mode is left."""
     return types.SimpleNamespace(latent_dist=types.SimpleNamespace(mode=lambda: mode))
@@ -496,13 +467,7 @@ def in_type(answer: Any, dtype: torch.dtype) -> Any:
 def no_decoder(
     real: Any, give: Callable[[Tensor], None], encode: Callable[..., Any] | None = None
 ) -> StandIn:
-    """Returns an autoencoder that passes its input to `on_decode`, and ends the call.
-
-    Args:
-        real: Encodes by itself, unless `encode` does.
-        give: Gets the latents that shall be decoded.
-        encode: In the place of its own.
-    """
+    """Returns an autoencoder that passes its input to `give`, and ends the call; `encode` replaces its own."""
 
     def decode(latents: Tensor, *_: Any, **__: Any) -> Any:
         give(latents)
@@ -597,15 +562,6 @@ def repeated_once(rows: Tensor) -> Tensor:
 
     vars(same)["repeat"] = repeat
     return same
-
-
-def encoder_of_images(real: Any) -> StandIn:
-    """Returns an encoder of images whose answers stay so where a pipeline repeats them for every prompt."""
-
-    def call(*args: Any, **options: Any) -> Any:
-        return pytree.tree_map_only(Tensor, repeated_once, real(*args, **options))
-
-    return StandIn(real, call=call)
 
 
 def tensor_processor(real: Any) -> StandIn:

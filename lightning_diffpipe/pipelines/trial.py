@@ -25,7 +25,6 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.one_step import OTHERWISE, TIME, OneStep, Tail, patched
 from lightning_diffpipe.pipelines.stand_ins import (
     ArgumentPlace,
-    Certain,
     Draw,
     StandIn,
     given,
@@ -129,18 +128,14 @@ def encoding_means(decoder: Any) -> Callable[..., Any]:
     def encode(pixels: Tensor, *_: Any, **__: Any) -> Any:
         shape = _shape_of_encoding(outline(), pixels)
         means = pixels.flatten(1).mean(1).view(-1, *[1] * (len(shape) - 1)).expand(shape)
-        return SimpleNamespace(latent_dist=Certain(means))
+        posterior = SimpleNamespace(mean=means, mode=lambda: means, sample=lambda *_, **__: means)
+        return SimpleNamespace(latent_dist=posterior)
 
     return encode
 
 
 class Trial:
-    """Runs of a call in which only its text encoders compute.
-
-    Args:
-        step: The call.
-        parts: The pipeline's parts by name.
-    """
+    """Runs of a call in which only its text encoders compute."""
 
     def __init__(self, step: OneStep, parts: Mapping[str, Any]) -> None:
         self._step = step
@@ -461,7 +456,10 @@ class Trial:
                 axes[along] = axis
         inserted = [length for length, axis in zip(shift.shape, axes, strict=True) if axis is None]
         if any(n > 1 for n in inserted) or not (_is_per_channel(scale) and _is_per_channel(shift)):
-            if self._step.animates and not torch.allclose(self._of_darker_image(num_given), shift):
+            darker = self._image(torch.tensor([0.5]))
+            if self._step.animates and not torch.allclose(
+                self._decoded(torch.zeros, further=darker)[:, :, num_given:], shift
+            ):
                 if not self._step.mixes_image:  # once more, and the image is kept out of the noise
                     self._step.mixes_image = True
                     return self.tail()
@@ -488,11 +486,6 @@ class Trial:
             num_given,
             self._temporal_ratio(axes),
         )
-
-    def _of_darker_image(self, num_given: int) -> Tensor:
-        """Returns the decoder's input without noise for an image of half the brightness, as `tail` has it."""
-        further = self._image(torch.tensor([0.5]))
-        return self._decoded(torch.zeros, further=further)[:, :, num_given:]
 
     def _temporal_ratio(self, axes: Sequence[int | None]) -> int | None:
         """Returns the frames of a video for each frame of its latents after the first; None without an image."""

@@ -15,6 +15,7 @@ Source: IP-Adapter, Ye et al. (2023), https://arxiv.org/abs/2308.06721
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import logging
@@ -33,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.graph.placement import placeholder_of
-from lightning_diffpipe.graph.versions import digest_of_tensor
+from lightning_diffpipe.sampling.digests import Texts, texts_of
 from lightning_diffpipe.sampling.skeleton import ChangedWeights, StateDict, Weights
 
 MERGE = "save the trained module with save_pretrained(folder), which merges adapters"
@@ -140,10 +141,9 @@ class StoredLora:
         names = {name.partition(".")[0] for name in self._weights}
         return {SECOND if self._is_second and n == name_in_file(SECOND) else n for n in names}
 
-    def digest(self, part: str) -> str:
-        """Returns a digest of its adapters of a part, which ranks compare."""
-        own = weights_of(name_in_file(part), self._weights) if part in self.parts() else {}
-        return f"{self._scale} {sorted((n, digest_of_tensor(v)) for n, v in own.items())}"
+    def texts(self, name: str) -> Texts:
+        """Returns what ranks compare of it, under a name, since paths may differ."""
+        return texts_of(name, {"scale": self._scale}, self._weights)
 
     def layers(self, name: str, part: nn.Module) -> dict[str, Any]:
         """Returns peft's layers of a part, by their names there, which is left as it was.
@@ -165,15 +165,10 @@ class StoredLora:
         return layers
 
     def adapt(self, name: str, part: nn.Module, adapter: str = "default") -> dict[str, Any]:
-        """Adds peft's layers to a part in float32, and returns them by name; raises CheckpointError as `layers`."""
+        """Adds peft's layers to a part in float32, and returns them by name."""
         tensors = [key for key in self._weights if key.startswith(f"{name_in_file(name)}.")]
-        try:
+        with _fitting(self.path, name):
             self._load(name, part, adapter)
-        except Exception as error:  # whatever does not fit
-            reason = " ".join(str(error).split())
-            raise CheckpointError(
-                f"cannot load {self.path} into the {name}, is it of another model? {type(error).__name__}: {reason}"
-            ) from error
         layers = _layers_of(part)
         adapters = {
             f"{key}.{kind}": value
@@ -212,6 +207,18 @@ class StoredLora:
             part.load_lora_adapter(weights, prefix=name_in_file(name), **settings)
         finally:
             part.__class__ = cls
+
+
+@contextlib.contextmanager
+def _fitting(files: str, part: str) -> Iterator[None]:
+    """Raises CheckpointError for whatever does not fit into a part."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"cannot load {files} into the {part}, is it of another model? {type(error).__name__}: {reason}"
+        ) from error
 
 
 def _layers_of(part: nn.Module) -> dict[str, Any]:
@@ -298,7 +305,6 @@ class AdaptedWeights(ChangedWeights):
     ) -> None:
         super().__init__(weights)
         self._layers = [lora.layers(part, model) for lora in loras]
-        self._of_loras = {f"LoRA {n}": lora.digest(part) for n, lora in enumerate(loras)}
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Reads some of them, one at a time."""
@@ -311,10 +317,6 @@ class AdaptedWeights(ChangedWeights):
         adapted = {f"{layer}.weight" for layers in self._layers for layer in layers}
         sizes = self._weights.quantized_bytes()
         return {name: size for name, size in sizes.items() if name not in adapted}
-
-    def digests(self) -> dict[str, str]:
-        """Returns the digests of each tensor, and of the adapters that are added to it."""
-        return self._weights.digests() | self._of_loras
 
 
 def add_to_part(part: nn.Module, name: str, loras: Collection[StoredLora]) -> None:
@@ -353,10 +355,6 @@ class ExtendedWeights(ChangedWeights):
         added = self._added.names()
         yield from self._weights.read([name for name in names if name not in added])
         yield from self._added.read([name for name in names if name in added])
-
-    def digests(self) -> dict[str, str]:
-        """Returns the digests of all tensors."""
-        return self._weights.digests() | self._added.digests()
 
 
 def require_ip_adapters(cls: Any, adapters: Mapping[str | Path, Any]) -> list[Path]:
@@ -436,7 +434,7 @@ def with_ip_adapters(
     several = len(paths) > 1
     empty = {name: None for name in inspect.signature(load).parameters if "image_encoder" in name}
     empty.pop("image_encoder_dtype", None)
-    try:
+    with _fitting(files, type(denoiser).__name__):
         num_stored = sum(map(_num_layer_tensors, paths))
         # It warns that the image encoder is missing, also on ranks that need none.
         with mock.patch.object(logging.getLogger(load.__module__), "disabled", True):
@@ -447,11 +445,6 @@ def with_ip_adapters(
                 local_files_only=True,
                 **empty,
             )
-    except Exception as error:  # whatever does not fit
-        raise CheckpointError(
-            f"cannot load {files} into the {type(denoiser).__name__}, is it of another model? "
-            f"{type(error).__name__}: {error}"
-        ) from error
     added = _taken_out(denoiser, before)
     num_layer_tensors = sum(".processor." in name for name in added)
     is_whole = num_layer_tensors == num_stored > 0

@@ -29,8 +29,8 @@ from lightning_diffpipe.sampling.loop import (
     PipelineLoop,
     Prediction,
     latents_name,
-    restored,
     shapes_given,
+    with_own_generators,
 )
 from lightning_diffpipe.sampling.record import Controlled, moved
 from lightning_diffpipe.sampling.request import Denoise, Request
@@ -50,12 +50,10 @@ class Phase:
     """Steps in a row that call the same denoiser as often, with tensors of the same shapes.
 
     Attributes:
-        denoisers: Names of the denoisers that each step calls.
         shape: Shape of the latents of all ranks.
         start: Number of steps before the phase.
         calls: Arguments of each call, in the first and the last step that make any. An argument that is one object
             in both was the same in all steps between.
-        num_calls: Number of calls in each step.
     """
 
     denoisers: tuple[str, ...]
@@ -277,7 +275,7 @@ class Call:
             timesteps=self.timesteps,
             latents=self.latents,
             scale_input=hasattr(self.scheduler, "scale_model_input"),
-            step_kwargs=moved(restored(options, self.whole.device), self.whole.device),
+            step_kwargs=moved(with_own_generators(options, self.whole.device), self.whole.device),
             branches_in_batch=1 if divided or self.by_place else self.expansion * self._copies,
             begin=lambda: self._begin(model, exchange, started),
             patch_schedulers=schedulers,
@@ -325,13 +323,6 @@ class Call:
         """Returns the rows of the denoiser's input that this rank computes; None means all."""
         if self.mine is None and self.divided != "batch":
             return None
-        first = self.steps[0][0]
-        expected = len(first[latents_name(first)])
-        if self.divided == "batch" and num_rows != expected:
-            raise ConfigurationError(
-                f"guidance=2 divides the two branches of guidance, {expected} rows, but in this step the denoiser "
-                f"takes {num_rows}: a callback has turned guidance off, perhaps; leave guidance at 1"
-            )
         return self._kept(num_rows, self.separable.inputs)
 
     def _kept(self, size: int, inner: int) -> list[int]:
@@ -407,44 +398,35 @@ class Call:
         Raises:
             ConfigurationError: There are no two branches that can be divided.
         """
-        if len(calls := self.steps[0]) == 2:
+        calls, samples, at = self.steps[0], self.separable, f"in step {self.phases[0].start}"
+        reason: str | None = None
+        if len(calls) == 2:
             rows = [len(each[latents_name(each)]) for each in calls]
             if rows[0] != rows[1]:
-                raise ConfigurationError(
-                    f"guidance=2 divides two calls of the denoiser on equally many rows, and in step "
-                    f"{self.phases[0].start} {self.pipeline.name} gives it {rows[0]} and {rows[1]}, as with "
-                    "skipped layers; leave guidance at 1"
+                reason = (
+                    f"{at} its two calls have {rows[0]} and {rows[1]} rows, as with skipped layers"
                 )
-            if self.separable.copies_first:
-                raise ConfigurationError(
-                    f"guidance=2 lets halves of the ranks compute one of two calls of the denoiser each, and "
-                    f"{self.pipeline.name} copies the first prediction before the second is known; leave guidance "
-                    "at 1"
-                )
-            return replace(self, index=index, divided="calls")
-        if self.by_place:
-            raise ConfigurationError(
-                f"guidance=2 divides the batch, whose rows {self.pipeline.name} treats by their place (it has "
-                "attention processors of its own); leave guidance at 1"
+            elif samples.copies_first:
+                reason = "it copies the first prediction before the second is known"
+        elif self.by_place:
+            reason = "rows are treated by their place (it has attention processors of its own)"
+        elif len(calls) > 2 or self.expansion != 2:
+            reason = (
+                f"{at} this request has one that can be divided, as with guidance_scale=1, with latents that hold "
+                "both, and with more than two branches"
             )
-        if len(self.steps[0]) > 2 or self.expansion != 2:
-            raise ConfigurationError(
-                "guidance=2 divides the two branches of classifier-free guidance, but this request has one "
-                f"that can be divided in step {self.phases[0].start}: raise guidance_scale above 1, or leave "
-                "guidance at 1 (always so with pipelines whose latents hold both, and with more than two branches)"
-            )
-        # Where `inner` is known, so are the arguments that have rows of samples.
-        reason = None if self.separable.inner else self.separable.reason
-        if self.rows is not None and (
-            len(self.whole) > self.separable.num or self.separable.inputs > 1
-        ):
-            reason = "it gives its denoiser, or its scheduler, several rows in a row of a sample; data=1 would do"
+        elif self.rows is not None and (len(self.whole) > samples.num or samples.inputs > 1):
+            reason = "there are several rows in a row of a sample; data=1 would do"
+        elif (
+            samples.reason and not samples.inner
+        ):  # else it is known which arguments have rows of samples
+            reason = f"rows of samples are not known: {samples.reason}"
         if reason:
             raise ConfigurationError(
-                f"guidance=2 divides the rows that {self.pipeline.name} gives its denoiser, which cannot be here: "
-                f"{reason}; leave guidance at 1"
+                "guidance=2 divides the two branches of guidance, and for the denoiser of "
+                f"{self.pipeline.name} that cannot be: {reason}; leave guidance at 1"
             )
-        return replace(self, index=index, divided="batch")
+        return replace(self, index=index, divided="calls" if len(calls) == 2 else "batch")
 
     def samples(self, start: int, stop: int) -> Call:
         """Returns the same request for samples `start` to `stop` only, for data parallel ranks.

@@ -38,9 +38,8 @@ from lightning_diffpipe.graph.rng import draws
 from lightning_diffpipe.sampling.loop import (
     PipelineCall,
     answered_by,
-    restored,
     settings_restored,
-    snapshot,
+    with_own_generators,
 )
 from lightning_diffpipe.sampling.record import copied, moved
 from lightning_diffpipe.sampling.world import World
@@ -203,11 +202,9 @@ class Decoding:
     """Decodes the latents of one request.
 
     Attributes:
-        world: All ranks.
         part: Returns an autoencoder by its name among the parts of the pipeline, on any rank.
         compare: Refuses, on all ranks, one that other ranks have otherwise.
         guard: Context of work that all ranks do together: an error ends the request on all of them.
-        device: Device of this rank.
         known: Properties of decoders from earlier requests, by name; added to.
         others_wait: On rank 0, whether all ranks have sampled, so that others wait for latents to decode.
         num_calls: Calls of the decoder that each rank has computed; on rank 0, empty if that decoded alone.
@@ -256,7 +253,7 @@ class Decoding:
             return type(vae).decode(vae, *args, **kwargs)
         settings = {n: x for n, x in vars(vae).items() if isinstance(x, _PLAIN)}
         dtypes = [x.dtype for x in _states(vae)]
-        job = _Job(name, division, moved(snapshot(arguments), "cpu"), settings, dtypes)
+        job = _Job(name, division, moved(arguments, "cpu"), settings, dtypes)
         self.others_wait = False  # unless all goes well
         self.world.links.broadcast_object(lambda: job)
         images = self._share(job, vae)
@@ -270,7 +267,7 @@ class Decoding:
             read = partial(self.part, job.name) if vae is None else lambda: vae
             part = world.agree("reading the autoencoder", read)
             self.compare(job.name)
-            arguments = moved(restored(job.given, self.device), self.device)
+            arguments = moved(with_own_generators(job.given, self.device), self.device)
             outputs = world.agree("decoding", lambda: self._computed(job, part, arguments))
             shapes = world.links.gather_object([TensorShape.of(x) for x in outputs])
             if world.rank > 0:

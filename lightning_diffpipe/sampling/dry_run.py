@@ -38,10 +38,9 @@ from lightning_diffpipe.sampling.loop import (
     callbacks_in,
     latents_name,
     predicted_zeros,
-    restored,
     same,
     settings_restored,
-    snapshot,
+    with_own_generators,
 )
 from lightning_diffpipe.sampling.record import LoopEnds, Record, copied
 
@@ -95,20 +94,15 @@ def _for_trial(call: PipelineCall) -> PipelineCall:
     """Returns a call without callbacks, whose checks a user has for true latents, and with own generators."""
     callbacks = callbacks_in(call.arguments)
     others = {n: v for n, v in call.arguments.items() if n not in callbacks}
-    return replace(call, arguments=restored(snapshot(others)))
+    return replace(call, arguments=with_own_generators(others))
 
 
 class _ObservedRun:
-    """A run with zeros as predictions: its steps, and how they call denoisers.
-
-    Args:
-        call: The pipeline's call.
-        num_steps: Steps after which the run ends; None runs and records all of the call.
+    """A run with zeros as predictions, of so many steps, or, recorded, of all: how they call denoisers.
 
     Attributes:
         request: The `Call` that the run has observed.
         record: Answers of the parts, if they are recorded.
-        timesteps: One for each step.
     """
 
     def __init__(self, call: PipelineCall, num_steps: int | None) -> None:
@@ -137,7 +131,7 @@ class _ObservedRun:
             request.whole, request.scheduler = step.sample, copy.deepcopy(step.scheduler)
             request.scheduler.__class__ = type(step.scheduler).__mro__[1]
             request.by_place = attention_processors(self._parts) != self._processors
-            request.step_arguments = copied(snapshot(step.options))
+            request.step_arguments = copied(with_own_generators(step.options))
             if self._predicts_more and not step.prediction.isnan().any():
                 request.channels = step.sample.shape[1]
         self._add_calls(step)
@@ -303,11 +297,7 @@ def _copies_first_prediction(call: Call) -> bool:
 
 
 def _rows_per_sample(call: Call, num: int) -> tuple[dict[str, int], str]:
-    """Returns rows of the denoiser's arguments for each sample, and the name of the one with the latents.
-
-    Raises:
-        InseparableError: No run on more samples shows them.
-    """
+    """Returns rows of the denoiser's arguments for each sample, and the name of the one with the latents."""
     trial = _for_trial(call.pipeline)
     parameters = inspect.signature(getattr(type(trial.pipeline), trial.method)).parameters
     reason: Exception | None = None
@@ -334,11 +324,7 @@ def _rows_per_sample(call: Call, num: int) -> tuple[dict[str, int], str]:
 
 
 def _orders(call: Call, num: int) -> tuple[int, int]:
-    """Returns the orders of rows of the latents and of the denoiser's input (`Samples.rows`).
-
-    Raises:
-        InseparableError: No order explains which rows the last sample reaches.
-    """
+    """Returns the orders of rows of the latents and of the denoiser's input (`Samples.rows`)."""
     reason = InseparableError("its latents have rows of other things than samples")
     for inner in range(1, len(call.whole) // num + 1):
         try:
@@ -350,12 +336,9 @@ def _orders(call: Call, num: int) -> tuple[int, int]:
 
 
 class _MarkedSampleRun:
-    """A run in which the last sample is NaN after each step, and must reach nothing but its own rows.
+    """A run in which the last of `num` samples is NaN after each step, and must reach nothing but its own rows.
 
-    Args:
-        call: The request.
-        num: Its samples.
-        inner: Order of the rows of the latents that is tried.
+    These are tried with an order of the rows of the latents, `inner`.
 
     Attributes:
         inputs: Order of the rows of the denoiser's input.

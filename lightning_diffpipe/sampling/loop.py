@@ -155,7 +155,7 @@ class PipelineCall:
         attributes["_progress_bar_config"] = {"disable": True}
         call = getattr(pipeline, self.method) if self.method != "__call__" else pipeline
         # Every run samples the same, and what it changes in place no other run sees.
-        arguments = copied(restored(snapshot(self.arguments)))
+        arguments = copied(with_own_generators(self.arguments))
         leaves = pytree.tree_leaves(arguments)
         result = call(**arguments)
         if record is None:  # generators of the request go on as if it had run once
@@ -175,9 +175,7 @@ class PipelineCall:
         return {
             "pipeline": pipeline,
             "method": self.method,
-            "arguments": snapshot(
-                moved({n: v for n, v in self.arguments.items() if not callable(v)}, "cpu")
-            ),
+            "arguments": moved({n: v for n, v in self.arguments.items() if not callable(v)}, "cpu"),
             "parts": {"scheduler": self.parts["scheduler"]},
             "names": self.names,
             "absent": self.absent,
@@ -189,7 +187,7 @@ class PipelineCall:
         self, parts: Mapping[str, Any], device: torch.device, functions: Mapping[str, Any]
     ) -> PipelineCall:
         """Returns the call on another rank, with its parts, and with functions, which are not sent."""
-        arguments = moved(restored(self.arguments, device), device)
+        arguments = moved(with_own_generators(self.arguments, device), device)
         pipeline = copy.copy(self.pipeline)
         if isinstance(pipeline, nn.Module):
             vars(pipeline)["_device"] = device
@@ -339,37 +337,20 @@ def attention_processors(parts: Mapping[str, Any]) -> list[tuple[nn.Module, Any]
     return [(layer, layer.processor) for layer in layers]
 
 
-def snapshot(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments with the states of their generators in place of these; samples may share one."""
-    states: dict[int, _Generator] = {}
+def with_own_generators(
+    arguments: Mapping[str, Any], device: torch.device | None = None
+) -> dict[str, Any]:
+    """Returns arguments with generators of their own, in the same states; of `device` if of its type."""
+    own: dict[int, torch.Generator] = {}  # samples may share one
 
-    def stored(generator: torch.Generator) -> _Generator:
-        state = _Generator(generator.get_state(), str(generator.device))
-        return states.setdefault(id(generator), state)
+    def copy_of(generator: torch.Generator) -> torch.Generator:
+        if id(generator) not in own:
+            place = generator.device
+            place = device if device and device.type == place.type else place
+            own[id(generator)] = torch.Generator(place).set_state(generator.get_state())
+        return own[id(generator)]
 
-    return pytree.tree_map_only(torch.Generator, stored, dict(arguments))
-
-
-def restored(arguments: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
-    """Returns arguments with generators of their own, in the states that were taken; of `device` if of its type."""
-    generators: dict[int, torch.Generator] = {}
-
-    def made(stored: _Generator) -> torch.Generator:
-        if id(stored) not in generators:
-            place = torch.device(stored.device)
-            generator = torch.Generator(device if device and device.type == place.type else place)
-            generators[id(stored)] = generator.set_state(stored.state)
-        return generators[id(stored)]
-
-    return pytree.tree_map_only(_Generator, made, dict(arguments))
-
-
-@dataclass(frozen=True)
-class _Generator:
-    """State of a random number generator, for another process or another run."""
-
-    state: Tensor
-    device: str
+    return pytree.tree_map_only(torch.Generator, copy_of, dict(arguments))
 
 
 def latents_name(arguments: Mapping[str, Any]) -> str:
@@ -466,17 +447,7 @@ class _Denoise:
 
 
 class Step:
-    """The loop is paused in a step of its scheduler.
-
-    Args:
-        plain: The scheduler's own `step`.
-        arguments: Arguments of that call by name, the scheduler first.
-
-    Attributes:
-        prediction: Prediction of the denoiser, after guidance.
-        timestep: Timestep of this step.
-        sample: The latents before it.
-    """
+    """The loop is paused in a step of its scheduler: its own `step`, and its arguments, the scheduler first."""
 
     def __init__(self, plain: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         self._plain, self._arguments = plain, dict(arguments)

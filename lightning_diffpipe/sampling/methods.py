@@ -1,12 +1,11 @@
 """The methods by name, which docs/sampling.md lists, and one rank's part in the chosen one."""
 
-import difflib
 import functools
 import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -38,7 +37,7 @@ from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     refuse_without_normaliser,
 )
 from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
-from lightning_diffpipe.sampling.report import RankReport, SamplingStatistics
+from lightning_diffpipe.sampling.report import SamplingStatistics
 from lightning_diffpipe.sampling.request import OneProcess, Request, Sampler, require_warmup
 from lightning_diffpipe.sampling.skeleton import load_weights
 from lightning_diffpipe.sampling.source import Source
@@ -55,7 +54,6 @@ CHOOSABLE = ("single", "sequence", "synchronous", "pipefusion", "distrifusion")
 _SAMPLERS: dict[str, type] = dict.fromkeys(AXES, DistriFusion)
 _SAMPLERS |= {"single": OneProcess, "sequence": SequenceParallel, "pipefusion": PipeFusion}
 _GIVEN = {"model", "links", "sequence_links", "num_patches", "warmup_steps"}
-_CALLED_OTHERWISE = {"torch_dtype": "dtype"}  # as diffusers says it
 
 
 @dataclass(frozen=True)
@@ -143,8 +141,15 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
     method, given = options.method, {axis: getattr(options, axis) for axis in get_args(Axis)}
     require_choice("method", method, (*AXES, "auto"))
     takers = [options_taken(name) for name in (CHOOSABLE if method == "auto" else (method,))]
+    if unknown := sorted(set(options.further) - (taken := set().union(*takers))):
+        raise ConfigurationError(
+            f"method={method} takes no {unknown[0]!r}; it takes {', '.join(sorted(taken)) or 'none of its own'}, "
+            "and those of MethodOptions"
+        )
     if not any(set(options.further) <= names for names in takers):
-        raise _unknown(options, set().union(*takers))
+        raise ConfigurationError(
+            f"method=auto: no method takes {' and '.join(sorted(options.further))} together; leave one out"
+        )
     if method == "auto":
         sizes = {axis: size for axis, size in given.items() if size is not None}
         if num_ranks % math.prod(sizes.values()) or sizes.get("guidance", 1) > 2:
@@ -172,21 +177,6 @@ def _refuse_hooks(options: MethodOptions) -> None:
             "blocks, where compilers leave nothing to answer; take pipefusion, sequence or single, or leave it out"
         )
     refuse_cache(options.cache, options.method, options.mesh.num_ranks, bool(options.compile))
-
-
-def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
-    """Returns the error for the first option that the method does not take, with the remedy."""
-    unknown = sorted(set(options.further) - taken)
-    if not unknown:
-        return ConfigurationError(
-            f"method=auto: no method takes {' and '.join(sorted(options.further))} together; leave one out"
-        )
-    names = [*sorted(taken), *(f.name for f in fields(MethodOptions))]
-    near = difflib.get_close_matches(unknown[0], names, n=1)
-    hint = f"it takes {', '.join(sorted(taken))}" if taken else "it has no options of its own"
-    if name := _CALLED_OTHERWISE.get(unknown[0]) or "".join(near):
-        hint = f"say {name}="
-    return ConfigurationError(f"method={options.method} takes no {unknown[0]!r}; {hint}")
 
 
 def prepare_denoiser(model: nn.Module, options: MethodOptions) -> None:
@@ -269,12 +259,12 @@ class Chooser:
         if not allowed:
             sizes = ((axis, getattr(options, axis)) for axis in get_args(Axis))
             axes = ", ".join(f"{axis}={size}" for axis, size in sizes if size) or "asked"
-            by_method: dict[str, str] = {}
+            best: dict[str, SamplingMesh] = {}
             for each in ranked:
-                by_method.setdefault(each.method, f"{each.method} on {SamplingMesh(**each.axes)}")
+                best.setdefault(each.method, SamplingMesh(**each.axes))
             raise ConfigurationError(
                 f"method=auto cannot use {self._num_ranks} ranks as {axes}; these fit this request, among others: "
-                + "; ".join(by_method.values())
+                + "; ".join(f"{method} on {mesh}" for method, mesh in best.items())
             )
         for choice in allowed:
             decided = self._decided(choice)
@@ -388,7 +378,7 @@ class Worker:
             self._model, self.mesh_links.links, self.mesh_links.sequence_links, options
         )
         self._of_others: dict[str, Any] = {}  # samplers of further denoisers, by their names
-        self._begin(0)
+        self._begin()
 
     def load(self, call: Call) -> dict[str, Any]:
         """Reads what this rank needs for a request before `sample`, whose messages do not wait for slow disks.
@@ -419,7 +409,7 @@ class Worker:
         Raises:
             DiffPipeError: With a note of whether messages are under way that cannot be taken back.
         """
-        self._begin(len(call.timesteps))
+        self._begin()
         share = self._share(call)
         latents, phases = share.latents, list[SamplingStatistics]()
         if not len(latents):
@@ -443,12 +433,11 @@ class Worker:
         finally:
             self._model.train(was_training)
         self._statistics = functools.reduce(SamplingStatistics.followed_by, phases)
-        self._is_finite = bool(latents.isfinite().all())
+        self._statistics.is_finite = bool(latents.isfinite().all())
         return latents
 
-    def _begin(self, num_steps: int) -> None:
+    def _begin(self) -> None:
         """Begins to count for a request."""
-        self._num_steps, self._is_finite = num_steps, True
         self._statistics, self._sent_before = SamplingStatistics(), self._sent_outside()
 
     def _share(self, call: Call) -> Call:
@@ -534,17 +523,17 @@ class Worker:
             whole[rows] = latents[: len(rows)]
         return whole
 
-    def report(self) -> RankReport:
-        """Returns the report of this rank for the last request."""
-        sampled, outside = self._statistics, self._sent_outside().since(self._sent_before)
-        sizes = [(p, held_bytes(p)) for p in self._model.parameters()]
-        return RankReport(
-            self.options,
-            self._num_steps,
-            replace(sampled, traffic=sampled.traffic.plus(outside)),
-            sum(size for p, size in sizes if not is_placeholder(p)),
-            sum(size for _, size in sizes),
-            self._is_finite,
+    def report(self) -> SamplingStatistics:
+        """Returns the statistics of the last request, with what was sent outside the sampler.
+
+        Between halves of guidance, and as final latents to rank 0.
+        """
+        outside = self._sent_outside().since(self._sent_before)
+        resident = (p for p in self._model.parameters() if not is_placeholder(p))
+        return replace(
+            self._statistics,
+            traffic=self._statistics.traffic.plus(outside),
+            resident_bytes=sum(map(held_bytes, resident)),
         )
 
     def _sent_outside(self) -> Traffic:

@@ -37,7 +37,6 @@ class Record:
 
     Attributes:
         answers: Answers of calls before the loop, by part and method, in order.
-        attributes: Everything else that was looked up.
         in_loop: Parts that are called inside the loop: all ranks need them.
         controls: Parts whose answers only a denoiser reads, such as ControlNets, with their answers, without
             values, by the shapes of their inputs.

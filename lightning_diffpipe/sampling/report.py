@@ -1,7 +1,7 @@
 """The cost of a request in seconds and bytes, and how far its images are from those of one process.
 
-A sampler counts while it runs (`SamplingStatistics`), a rank adds what it has read and sent outside (`RankReport`),
-and rank 0 joins these for the user (`SamplingReport`):
+A sampler counts while it runs (`SamplingStatistics`), a rank adds what it has read and sent outside, and
+rank 0 joins these for the user (`SamplingReport`):
 
 pipefusion, num_patches=4, warmup_steps=1, on parallel=2
 20 steps      0.41 s each; 8.3 s in all, 9.1 s with encoding and decoding
@@ -36,17 +36,19 @@ class SamplingStatistics:
     """Counts and times of one request on one rank.
 
     Attributes:
-        traffic: Bytes and messages that this rank sent and received.
         step_s: Seconds from the end of one denoising step to the end of the next, on this rank, without what is
             found out about the model on the way.
-        total_s: Seconds of the whole request.
         num_synchronous: Synchronous steps at the start, where the method has such.
+        resident_bytes: Bytes of the denoiser's parameters on this rank.
+        is_finite: Whether the final latents of this rank's samples are finite.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
     step_s: list[float] = field(default_factory=list)
     total_s: float = 0.0
     num_synchronous: int | None = None
+    resident_bytes: int = 0
+    is_finite: bool = True
 
     def followed_by(self, other: SamplingStatistics) -> SamplingStatistics:
         """Joins the statistics of two parts of a request."""
@@ -74,12 +76,7 @@ def measured(sampler: Any, request: Any, *links: Links) -> Iterator[Stopwatch]:
 
 
 class Stopwatch:
-    """Times the steps of one request on one rank.
-
-    Args:
-        statistics: Receives the counts and times.
-        device: Device of the model, on which steps are timed, as a host queues work of a GPU long before it runs.
-    """
+    """Times the steps of one request on one rank, on the device, as a host queues its work long before it runs."""
 
     def __init__(self, statistics: SamplingStatistics, device: torch.device) -> None:
         self._statistics = statistics
@@ -109,27 +106,6 @@ class Stopwatch:
         for step, start, stop in self._excluded:
             self._statistics.step_s[step] -= seconds(start, stop)
         self._statistics.total_s = time.perf_counter() - self._origin_s
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """One rank's part in one request.
-
-    Attributes:
-        options: Method and mesh that were decided on.
-        statistics: Statistics of the sampler, empty on ranks without a prompt; with what was sent outside of it,
-            between halves of guidance, and as final latents to rank 0.
-        resident_bytes: Bytes of the denoiser's parameters on this rank.
-        whole_bytes: Bytes of all its parameters.
-        is_finite: Whether the final latents of this rank's share of the prompts are finite.
-    """
-
-    options: MethodOptions
-    num_steps: int
-    statistics: SamplingStatistics
-    resident_bytes: int
-    whole_bytes: int
-    is_finite: bool
 
 
 @dataclass(frozen=True)
@@ -190,10 +166,10 @@ class SamplingReport:
         return "\n".join(lines)
 
 
-def merge(reports: Sequence[RankReport]) -> SamplingReport:
-    """Joins the reports of all ranks, in the order of ranks."""
-    options, num_steps = reports[0].options, reports[0].num_steps
-    ranks = [report.statistics for report in reports]
+def merge(
+    options: MethodOptions, num_steps: int, whole_bytes: int, ranks: Sequence[SamplingStatistics]
+) -> SamplingReport:
+    """Joins the statistics of all ranks, in their order; the denoiser has `whole_bytes`."""
     traffic = functools.reduce(Traffic.plus, (rank.traffic for rank in ranks))
     steps = [median(rank.step_s) for rank in ranks if rank.step_s]
     approximate = options.method in ("pipefusion", "distrifusion", "naive")
@@ -212,8 +188,8 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
         sampling_s=max(rank.total_s for rank in ranks),
         bytes_sent=dict(traffic.bytes_sent),
         messages_sent=dict(traffic.messages_sent),
-        resident_bytes=[r.resident_bytes for r in reports],
-        whole_bytes=reports[0].whole_bytes,
+        resident_bytes=[rank.resident_bytes for rank in ranks],
+        whole_bytes=whole_bytes,
     )
 
 

@@ -51,7 +51,6 @@ from lightning_diffpipe.quantization import (
     Weight8Bit,
     torchao_weight,
 )
-from lightning_diffpipe.sampling.digests import digest_of_tensor, digests_of_safetensors
 
 _NAMES_SHOWN = 3
 _PACKAGES = ("bitsandbytes", "torchao")
@@ -81,15 +80,8 @@ class Weights(Protocol):
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Reads some of them, one at a time."""
 
-    def digests(self) -> dict[str, str]:
-        """Returns digests of samples of the stored tensors, which ranks compare; see `digests.py`."""
-
     def quantized_bytes(self) -> Mapping[str, int]:
         """Returns the stored bytes of each weight that is read as a quantized one."""
-        return {}
-
-    def files(self) -> dict[str, str]:
-        """Returns the file of each tensor, after `origin`, if there are several."""
         return {}
 
 
@@ -149,13 +141,6 @@ class SafetensorsFolder(Weights):
                 for name in sorted(n for n in names if self._file_of[n] == path):
                     yield name, file.get_tensor(name)
 
-    def digests(self) -> dict[str, str]:
-        """See `Weights`."""
-        digests = {}
-        for path in sorted(set(self._file_of.values())):
-            digests |= digests_of_safetensors(path)
-        return digests
-
     def header(self) -> dict[str, str]:
         """Returns the metadata in the headers of the files."""
         texts: dict[str, str] = {}
@@ -166,10 +151,6 @@ class SafetensorsFolder(Weights):
             names = earlier + json.loads(of_file.get("tensor_names", "[]"))
             texts |= of_file | {"tensor_names": json.dumps(names)}
         return texts
-
-    def files(self) -> dict[str, str]:
-        """See `Weights`."""
-        return {name: f"/{path.name}" for name, path in self._file_of.items()}
 
 
 def _what_to_do(folder: Path, variant: str | None) -> str:
@@ -243,10 +224,6 @@ class StateDict(Weights):
         """Yields copies of some of them."""
         for name in sorted(names):
             yield name, self._values[name].clone()
-
-    def digests(self) -> dict[str, str]:
-        """See `Weights`."""
-        return {name: digest_of_tensor(value) for name, value in self._values.items()}
 
 
 class ChangedWeights:

@@ -7,8 +7,6 @@ denoiser, whose weights are read once it is known which layers a rank runs.
 from __future__ import annotations
 
 import contextlib
-import difflib
-import importlib.util
 import inspect
 import itertools
 import re
@@ -47,7 +45,13 @@ from lightning_diffpipe.sampling.adapters import (
     with_ip_adapters,
 )
 from lightning_diffpipe.sampling.call import Call
-from lightning_diffpipe.sampling.digests import Identity, as_texts
+from lightning_diffpipe.sampling.digests import (
+    Texts,
+    as_texts,
+    tensors_in,
+    texts_of,
+    texts_of_folder,
+)
 from lightning_diffpipe.sampling.dry_run import dry_run_of
 from lightning_diffpipe.sampling.loop import PipelineCall, denoisers_among, settings_restored
 from lightning_diffpipe.sampling.record import Controlled
@@ -99,31 +103,20 @@ class Settings:
             raise ConfigurationError(
                 f"prompts must be a list with at least one prompt; got {self.prompts!r}"
             )
-        counted = {name: getattr(self, name) for name in ("num_inference_steps", "height", "width")}
-        counted |= {k: v for k, v in self.options.items() if k in _PER_PROMPT}
-        for name, value in counted.items():
-            if value is not None:
-                require_number(name, value, 1, whole=True)
-        require_number("seed", self.seed, whole=True)
-        if not -(2**63) <= self.seed < 2**64:
-            raise ConfigurationError(f"seed must have 64 bits; got {self.seed}")
-        if not isinstance(self.guidance_scale, Real | None):
-            raise ConfigurationError(
-                f"guidance_scale must be a number; got {self.guidance_scale!r}"
-            )
+        counted = {"num_inference_steps": None, "height": _LONGEST_SIDE, "width": _LONGEST_SIDE}
+        for name, most in (counted | dict.fromkeys(_PER_PROMPT)).items():
+            if (value := self.given().get(name)) is not None:
+                require_number(name, value, 1, most, whole=True)
+        require_number("seed", self.seed, -(2**63), 2**64 - 1, whole=True)
+        if self.guidance_scale is not None:
+            require_number("guidance_scale", self.guidance_scale)
         items = [(name, each) for name, v in self.given().items() for each in pytree.tree_leaves(v)]
         for name, value in items:
-            if isinstance(value, Real) and not abs(value) <= _LARGEST:
-                raise ConfigurationError(f"{name} must be a finite number; got {value!r:.40}")
+            if isinstance(value, Real) and not isinstance(value, bool):
+                require_number(name, value, -_LARGEST, _LARGEST)
             if isinstance(value, Tensor) and (bad := int((~value.isfinite()).sum())):
                 raise ConfigurationError(
                     f"{name} must be finite; {bad} of its {value.numel()} entries are infinite or NaN"
-                )
-        for name in ("height", "width"):
-            if (getattr(self, name) or 0) > _LONGEST_SIDE:
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)} is more than {_LONGEST_SIDE} pixels, the longest side of a "
-                    "image in most formats"
                 )
 
     def given(self) -> dict[str, Any]:
@@ -171,11 +164,13 @@ class Source(Protocol):
         name: Name of the denoiser, among the parts of the pipeline.
         denoiser: The module that is made parallel, perhaps a skeleton.
         weights: Files with the weights of the skeleton; None if the denoiser has its weights.
+        origin: Path of the model, for messages.
     """
 
     name: str
     denoiser: nn.Module
     weights: Weights | None
+    origin: str
 
     def images(self, settings: Settings, sample: Sample) -> Any:
         """Samples images, with the denoising loop done by `sample`; on rank 0 only."""
@@ -183,8 +178,8 @@ class Source(Protocol):
     def part(self, name: str) -> nn.Module:
         """Returns another part that the loop calls, with its weights; on any rank."""
 
-    def identity(self, name: str) -> Identity:
-        """Returns the identity of that part, which ranks compare: as it is stored, not as rounded; on any rank."""
+    def texts(self, name: str) -> Texts:
+        """Returns what ranks compare of a part, the denoiser included: as it is stored, not as rounded."""
 
 
 class DiffusersFolder:
@@ -211,6 +206,7 @@ class DiffusersFolder:
                 "to a folder, and open that"
             )
         self._path, self._index, self._device, self._vae = path, index, device, opening.vae
+        self.origin = str(path)
         self._options = {"dtype": dtype, "variant": variant}
         self._given = {name: part for name, part in parts.items() if part is not None}
         self._parts: dict[str, nn.Module] = {}  # read by this rank, but for the denoiser
@@ -220,8 +216,7 @@ class DiffusersFolder:
         unet = config if self.name == "unet" else None
         self._loras = read_loras(opening.loras or {}, index["_class"], present, unet)
         adapters = opening.ip_adapters or {}
-        files = require_ip_adapters(index["_class"], adapters)
-        self._has_ip_adapters = bool(adapters)
+        self._ip_adapters = require_ip_adapters(index["_class"], adapters)
         stored = [name for name in present if name not in parts]  # what is given stays as it is
         self._quantizations = quantizations_of(opening.quantization, stored)
         if opening.tries_kernels:
@@ -229,7 +224,7 @@ class DiffusersFolder:
             require_kernels(types, device)
         self.denoiser = skeleton(denoiser_class, config, device, dtype)
         check_weights(self.denoiser, weights)
-        self._pipeline = self._whole_pipeline(files) if leads else None
+        self._pipeline = self._whole_pipeline() if leads else None
         if not leads:
             add_to_others(self._given, self.name, self._loras)
         if adapters:
@@ -243,7 +238,7 @@ class DiffusersFolder:
             if name in sizes:
                 note_stored_bytes(parameter, sizes[name])
 
-    def _whole_pipeline(self, adapter_files: Collection[Path]) -> Any:
+    def _whole_pipeline(self) -> Any:
         """Returns the pipeline with all parts placed but the denoiser, for the rank that leads."""
         parts = {self.name: self.denoiser, **self._given}
         pipeline = _load_others(self._path, self._index, parts, **self._options)
@@ -253,7 +248,7 @@ class DiffusersFolder:
                 self._placed(name, part)
         pipeline.set_progress_bar_config(disable=True)
         self._save_memory(pipeline)
-        load_image_encoder(pipeline, adapter_files, self._device, self._options["dtype"])
+        load_image_encoder(pipeline, self._ip_adapters, self._device, self._options["dtype"])
         return pipeline
 
     def _placed(self, name: str, part: nn.Module) -> nn.Module:
@@ -312,7 +307,7 @@ class DiffusersFolder:
         """Raises ConfigurationError unless the request has the images of the adapters, and no more."""
         name, pipeline = self._index["_class_name"], self._pipeline
         can_encode = pipeline is None or getattr(pipeline, "image_encoder", None) is not None
-        refuse_images(name, self._has_ip_adapters, can_encode, settings.options)
+        refuse_images(name, bool(self._ip_adapters), can_encode, settings.options)
         if self._loras:
             refuse_scales(settings.options)
 
@@ -337,28 +332,22 @@ class DiffusersFolder:
             self._parts[name] = self._placed(name, part)
         return self._parts[name]
 
-    def identity(self, name: str) -> Identity:
-        """Returns the identity of another part, which ranks compare: config, stored weights and added adapters."""
-        if name in self._given:
-            return Identity.of({}, self._given[name], None)
-        added = {f"LoRA {n}": lora.digest(name) for n, lora in enumerate(self._loras)}
-        variant, more, configs = self._options["variant"], [], dict[str, str]()
-        if _class_of_each(self._index[name][1]) is not None:
-            more = _folders_of(self._path, name)[1:]
-        for folder in more:
-            other = Identity.of_folder(folder, variant, {})
-            configs |= {f"{folder.name}: {key}": text for key, text in other.config.items()}
-            added |= {f"{folder.name}: {tensor}": text for tensor, text in other.weights.items()}
-        first = Identity.of_folder(self._path / name, variant, added)
-        return replace(first, config={**first.config, **configs})
+    def texts(self, name: str) -> Texts:
+        """See `Source`; files of adapters are compared with the denoiser."""
+        if (part := self._given.get(name)) is not None:
+            return texts_of(name, getattr(part, "config", {}), part.state_dict())
+        is_several = _class_of_each(self._index[name][1]) is not None
+        folders = _folders_of(self._path, name) if is_several else [self._path / name]
+        every = [texts_of_folder(folder, self._options["variant"]) for folder in folders]
+        if name == self.name:
+            every += [lora.texts(f"LoRA {n}") for n, lora in enumerate(self._loras)]
+            files = enumerate(self._ip_adapters)
+            every += [texts_of(f"IP-Adapter {n}", {}, tensors_in(path)) for n, path in files]
+        return {name: text for texts in every for name, text in texts.items()}
 
 
 def _denoiser_class(path: Path, index: Mapping[str, Any]) -> tuple[str, Any]:
-    """Returns the name of the denoiser that ranks share among the parts of a pipeline, and its class.
-
-    Raises:
-        ConfigurationError: There is none, or one of no known class.
-    """
+    """Returns the name of the denoiser that ranks share among the parts of a pipeline, and its class."""
     names = denoisers_among(n for n, entry in index.items() if not _is_absent(entry))
     if not names:
         raise ConfigurationError(
@@ -377,11 +366,7 @@ def _denoiser_class(path: Path, index: Mapping[str, Any]) -> tuple[str, Any]:
 def _model_index(
     path: Path, parts: Mapping[str, Any], pipeline_class: str | type | None
 ) -> dict[str, Any]:
-    """Reads the model index, without parts that are given as None; `_class` is the class of the pipeline.
-
-    Raises:
-        ConfigurationError: There is no such pipeline, or it has no such part.
-    """
+    """Reads the model index, without parts that are given as None; `_class` is the class of the pipeline."""
     index = dict(_config(diffusers.DiffusionPipeline, path))
     stored = index["_class_name"]
     named: Any = stored if pipeline_class is None else pipeline_class
@@ -392,13 +377,9 @@ def _model_index(
             origin = f"{path} is a {named}, which"
         if isinstance(named, list | tuple):
             origin = f"{path} is a {named[-1]} of its own {named[0]}.py, whose code is not run unasked; it"
-        pipelines = [name for name in dir(diffusers) if name.endswith("Pipeline")]
-        near = difflib.get_close_matches(str(named), pipelines, 1)
         raise ConfigurationError(
-            f"{origin} is no pipeline of diffusers {diffusers.__version__}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-            + "; give a class of your own, a DiffusionPipeline that you have imported, as pipeline_class=CLASS of "
-            "Predictor.from_pretrained"
+            f"{origin} is no pipeline of diffusers {diffusers.__version__}; give a class of your own, a "
+            "DiffusionPipeline that you have imported, as pipeline_class=CLASS of Predictor.from_pretrained"
         )
     is_own = isinstance(stored, list | tuple)
     index |= {"_class": cls, "_class_name": cls.__name__, "_is_own": is_own}
@@ -579,14 +560,11 @@ def call_of(pipeline: Any, arguments: Mapping[str, Any], device: torch.device) -
 
 def refuse_unknown(pipeline: Any, names: Iterable[str]) -> None:
     """Raises ConfigurationError for an argument that a diffusers pipeline's call does not take."""
-    takes = inspect.signature(type(pipeline).__call__).parameters
-    for name in names:
-        if name not in takes:
-            near = difflib.get_close_matches(name, takes, n=1)
-            hint = (
-                f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(list(takes)[1:])}"
-            )
-            raise ConfigurationError(f"{type(pipeline).__name__} takes no {name!r}; {hint}")
+    takes = list(inspect.signature(type(pipeline).__call__).parameters)[1:]
+    if unknown := [name for name in names if name not in takes]:
+        raise ConfigurationError(
+            f"{type(pipeline).__name__} takes no {unknown[0]!r}; it takes {', '.join(takes)}"
+        )
 
 
 def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
@@ -659,13 +637,14 @@ def images_of(call: PipelineCall, sample: Sample) -> Any:
         said = re.sub(r"tensor\([^()]*\)", "tensor(...)", str(error))
         raise ConfigurationError(f"{call.name}: {said}") from error
     except Exception as error:
-        if lacking := _lacking_package(error):
-            raise ConfigurationError(
-                f"{call.name} needs the package {lacking}, which is not installed: pip install {lacking}"
-            ) from error
         raise ConfigurationError(
             f"{call.name} ends in {type(error).__name__} before anything is denoised, with a denoiser that "
-            f"predicts zeros: {error}; {_no_step_left(call)}"
+            f"predicts zeros: {error}"
+            # diffusers leaves names of some packages undefined, and fails in torch if the strength leaves no step.
+            + f"; if that is a package, pip install {getattr(error, 'name', '')}"
+            * isinstance(error, NameError)
+            + "; if it does so in diffusers alone, take a higher strength or num_inference_steps, another "
+            "scheduler or other arguments"
         ) from error
     _refuse_shapes(request)
     try:
@@ -679,32 +658,8 @@ def images_of(call: PipelineCall, sample: Sample) -> Any:
     return output if isinstance(output, Tensor | list) else output[0]
 
 
-def _lacking_package(error: Exception) -> str | None:
-    """Returns the missing package that an error names; diffusers leaves names of some packages undefined."""
-    name = getattr(error, "name", None) if isinstance(error, NameError | ImportError) else None
-    name = str(name or "").partition(".")[0]
-    is_optional = isinstance(error, ImportError) or hasattr(diffusers.utils, f"is_{name}_available")
-    return name if name and is_optional and importlib.util.find_spec(name) is None else None
-
-
-def _no_step_left(call: PipelineCall) -> str:
-    """Returns the remedy for a failed call; pipelines fail in torch where the strength leaves no step."""
-    values = {
-        name: call.arguments.get(name, parameter.default)
-        for name, parameter in inspect.signature(type(call.pipeline).__call__).parameters.items()
-    }
-    strength, num_steps = values.get("strength"), values.get("num_inference_steps")
-    if isinstance(strength, Real) and isinstance(num_steps, Real) and strength * num_steps < 1:
-        return f"strength={strength} of num_inference_steps={num_steps} is less than a step: raise either"
-    return "if it does so in diffusers alone, take another scheduler or other arguments"
-
-
 def _refuse_shapes(request: Call) -> None:
-    """Runs the first call of the denoiser without values, if tensors are among the arguments of the pipeline.
-
-    Raises:
-        ConfigurationError: It fails; names them with their shapes.
-    """
+    """Runs the first call of the denoiser without values, if tensors are among the arguments of the pipeline."""
     call = request.pipeline
     tensors = [f"{n}={tuple(v.shape)}" for n, v in call.arguments.items() if isinstance(v, Tensor)]
     if not tensors:

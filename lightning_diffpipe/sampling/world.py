@@ -26,7 +26,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -77,10 +77,6 @@ class World:
         """Number of ranks."""
         return self.links.num_ranks
 
-    def enter(self, phase: str, works: bool = False) -> None:
-        """Publishes the phase that this rank begins, and whether others may wait for it there."""
-        watcher.publish(phase=phase, step=-1 if works else 0)
-
     def agree(
         self, phase: str, make: Callable[[], Any], give_up: Callable[[], None] = lambda: None
     ) -> Any:
@@ -109,7 +105,7 @@ class World:
                 # Who lost a rank may have lost one that refuses.
                 refuses = watcher.has_refusal()
             if not refuses:
-                self.leave(raised)
+                watcher.fail(raised)  # so that others do not count it as lost first
                 raise
             watcher.publish(step=0, refuses=True)
             error = raised
@@ -122,11 +118,6 @@ class World:
             with raised_by_all():
                 raise chosen
         return value
-
-    def leave(self, error: BaseException) -> None:
-        """Publishes the error by which this rank ends, so that others do not count it as lost first."""
-        if self.num_ranks > 1:
-            watcher.fail(error)
 
     def _errors(self, error: Exception | None, give_up: Callable[[], None]) -> list[Any]:
         """Waits for all ranks; returns their errors, none if all have succeeded.
@@ -210,11 +201,10 @@ def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
         watcher.call("the first connections", make_group)
     links = ProcessLinks.connect([range(num_ranks)], device, "gloo", timeout_s)
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    device_here = _RankDevice(socket.gethostname(), gpu, dist.is_nccl_available())
-    devices = links.gather_object(device_here)
+    devices = links.gather_object((socket.gethostname(), gpu, dist.is_nccl_available()))
     reason = _why_not_nccl(devices)
     backend = "gloo" if reason else "nccl"
-    if rank == 0 and reason and any(each.gpu for each in devices):
+    if rank == 0 and reason and any(of_rank for _, of_rank, _ in devices):
         _log.warning(
             "messages between GPUs travel over gloo, through host memory, which is slow: NCCL wants a GPU of its "
             "own for each rank, but %s; set LOCAL_RANK, or give each rank its device, such as device='cuda:1'",
@@ -225,17 +215,11 @@ def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
     return World(links, backend)
 
 
-class _RankDevice(NamedTuple):
-    """Host and GPU of a rank."""
+def _why_not_nccl(devices: Sequence[tuple[str, str | None, bool]]) -> str:
+    """Returns the reason not to send over NCCL, which needs one GPU for each rank; empty if there is none.
 
-    host: str
-    # Its unique id: processes may number the GPUs that they see differently.
-    gpu: str | None
-    has_nccl: bool
-
-
-def _why_not_nccl(devices: Sequence[_RankDevice]) -> str:
-    """Returns the reason not to send over NCCL, which needs one GPU for each rank; empty if there is none."""
+    Ranks have a host, the unique id of a GPU, as processes may number GPUs differently, and NCCL or not.
+    """
     seen: dict[tuple[str, str], int] = {}
     for rank, (host, gpu, has_nccl) in enumerate(devices):
         if gpu is None:

@@ -239,7 +239,9 @@ def test_halves_of_guidance_that_ends_are_refused_before_anything_is_drawn(chang
     """History: one half waited for a prediction of another size, which ends the process in gloo."""
     steps = []
     given = arguments(ends_at=2) | {"on_step": lambda *each: steps.append(each)}
-    with pytest.raises(ConfigurationError, match="has one that can be divided in step 2: raise"):
+    with pytest.raises(
+        ConfigurationError, match="in step 2 this request has one that can be divided"
+    ):
         on_two(changing, "single", given, guidance=2)
     assert not steps
 

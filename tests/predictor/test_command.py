@@ -85,12 +85,12 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("flux", ["num_patches=99"], None),  # packs latents: told when they are drawn
         ("wan", ["height=40"], "`height` and `width` have to be divisible by 16 but are 40 and"),
         ("dit", ["prompts=[1001]"], "1001 is none of the 1000 classes of this model"),
-        ("stable_diffusion", ["options={negative_promt: x}"], "did you mean 'negative_prompt'?"),
+        ("stable_diffusion", ["options={negative_promt: x}"], "takes no 'negative_promt'; it takes prompt,"),
         ("stable_diffusion", ["images={image: there.png}"], "StableDiffusionPipeline takes no 'image'"),
         ("stable_diffusion", ["images={image: gone.png}"], "images.image=gone.png cannot be read: "),
         ("stable_diffusion", ["images={image: broken.png}"], "images.image=broken.png cannot be read: "),
         ("stable_diffusion", ["options={image: 3}", "images={image: there.png}"], "image is given twice, as"),
-        ("stable_diffusion", ["pipeline_class=StableDiffusionImg2imgPipeline"], "did you mean 'StableDiff"),
+        ("stable_diffusion", ["pipeline_class=StableDiffusionImg2imgPipeline"], "is no pipeline of diffusers"),
         # History: the whole text encoder was printed, and lists of all parts, of the class and of the folder.
         ("stable_diffusion", ["pipeline_class=StableDiffusion3Pipeline"],
          "StableDiffusion3Pipeline needs text_encoder_2, text_encoder_3, tokenizer_2, tokenizer_3, transformer,"),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from lightning_diffpipe.errors import DiffPipeError, GraphError
 from lightning_diffpipe.predictor import Predictor
-from lightning_diffpipe.sampling.digests import digests_of_safetensors
+from lightning_diffpipe.sampling.digests import texts_of_folder
 from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
 from tests.predictor.scenarios import (
     BothBands,
@@ -429,10 +429,20 @@ def test_ranks_with_another_model_or_request_are_refused(job, folder_of, tmp_pat
     config.write_text(config.read_text().replace('"norm_eps": 1e-06', '"norm_eps": 1e-05'))
     more = (path, prompts, settings | {"num_inference_steps": 4}, options)
     cases = {
-        "such as transformer_blocks.3.ff.net.2.weight (in ": (old, prompts, settings, options),
-        "its config has norm_eps=1e-05": (other, prompts, settings, options),
-        "rank 1 was given num_patches=3, but rank 0 num_patches=2": job("pixart", num_patches=3),
-        "rank 1 was asked for num_inference_steps=4, but rank 0 for num_inference_steps=3": more,
+        "rank 1 has transformer.transformer_blocks.3.ff.net.2.weight=": (
+            old,
+            prompts,
+            settings,
+            options,
+        ),
+        "rank 1 has transformer.config.norm_eps=1e-05, but rank 0 transformer.config.norm_eps=1e-06": (
+            other,
+            prompts,
+            settings,
+            options,
+        ),
+        "rank 1 has num_patches=3, but rank 0 num_patches=2": job("pixart", num_patches=3),
+        "rank 1 has num_inference_steps=4, but rank 0 num_inference_steps=3": more,
         "prompts must be a list with at least one prompt": (path, [], settings, options),
         "no error": pixart,
     }
@@ -440,7 +450,7 @@ def test_ranks_with_another_model_or_request_are_refused(job, folder_of, tmp_pat
     assert first == second
     for message, said in zip(cases, first, strict=True):
         assert message in said
-    for part in ("rank 1 has other weights than rank 0: 1 of", f"{old}", f"{path}", ".safetensors"):
+    for part in ("; 1 of", f"{old}", f"{path}", "stale or broken"):
         assert part in first[0]
 
 
@@ -454,8 +464,9 @@ def test_a_digest_of_a_file_is_that_of_no_other_tensor(num_bytes, tmp_path):
         changed[77] += 1.0
     found = []
     for i, each in enumerate((tensor, changed, tensor.reshape(2, -1), tensor)):
-        save_file({"w": each.contiguous()}, tmp_path / f"{i}.safetensors")
-        found.append(digests_of_safetensors(tmp_path / f"{i}.safetensors")["w"])
+        (folder := tmp_path / f"{i}" / "part").mkdir(parents=True)
+        save_file({"w": each.contiguous()}, folder / "a.safetensors")
+        found.append(texts_of_folder(folder)["part.w"])
     assert len(set(found)) == 3
     assert found[0] == found[3]
 
@@ -498,8 +509,11 @@ def test_nothing_more_is_drawn_over_nccl_after_an_error_in_the_middle(job):
     """What was posted there cannot be taken back."""
     path, prompts, settings, _ = job("dit", 2)
     predictor = Predictor.from_pretrained(path, method="single", alone=True)
-    predictor._world = SimpleNamespace(backend="nccl", num_ranks=2, leave=print)
-    predictor._break_off(ValueError("enough"))
+    predictor._world = SimpleNamespace(backend="nccl", num_ranks=2)
+    error = ValueError("enough")
+    error.is_of_all_ranks = True
+    with pytest.raises(ValueError, match="enough"), predictor._ending_together():
+        raise error
     with pytest.raises(DiffPipeError, match=r"ValueError\('enough'\); over NCCL"):
         predictor(prompts, **settings)
 

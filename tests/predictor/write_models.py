@@ -16,10 +16,10 @@ from pathlib import Path
 import diffusers
 import torch
 
-from lightning_diffpipe.comm.loopback import LoopbackNetwork
-from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.request import OneProcess, Request
+from tests.loopback import LoopbackNetwork
+from tests.sampling.distrifusion.emulate import emulate
 from tests.zoo import CASES
 
 PATH = Path(__file__).parents[2] / "docs" / "sampling_models.md"
@@ -77,10 +77,10 @@ REASONS = {
     "takes each sample as a tensor of its own": "its denoiser takes samples as a list",
     "has no method `step`": "its scheduler has no `step`",
     "cannot load the pipeline": "diffusers alone cannot load it",
-    "but this request has one that can be divided": "one branch",
-    "treats by their place": "its call changes attention",
+    "this request has one that can be divided": "one branch",
+    "rows are treated by their place": "its call changes attention",
     "copies the first prediction": "its loop copies predictions",
-    "which cannot be here": "samples otherwise than in rows",
+    "rows of samples are not known": "samples otherwise than in rows",
 }
 
 

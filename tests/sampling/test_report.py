@@ -18,10 +18,10 @@ def test_a_rank_without_a_prompt_reports_nothing_of_the_request_before():
         source, MethodOptions("single", mesh=SamplingMesh()), World.alone(cpu), cpu, 1.0
     )
     worker.sample(call, lambda step: None, worker.load(call))
-    assert len(worker.report().statistics.step_s) == STEPS
+    assert len(worker.report().step_s) == STEPS
     worker.mesh_links.shares_of = lambda num_samples: [(0, 0)]
     worker.sample(call, lambda step: None, worker.load(call))
-    assert worker.report().statistics.step_s == []
+    assert worker.report().step_s == []
 
 
 def test_steps_take_the_time_of_the_device(monkeypatch):

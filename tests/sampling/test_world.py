@@ -80,5 +80,5 @@ def test_what_one_rank_refuses_is_an_error_of_all():
 
 
 def test_torch_without_nccl_is_named():
-    places = [world._RankDevice("one", gpu, gpu == "a") for gpu in ("a", "b")]
+    places = [("one", gpu, gpu == "a") for gpu in ("a", "b")]
     assert world._why_not_nccl(places) == "torch has no NCCL on rank 1"

@@ -5,6 +5,6 @@ band, and what operators do there), `bands.py` (rows), `exchange.py` (what is re
 `moments.py` (group norm), `analysis.py` (what is found out about a model).
 """
 
-from lightning_diffpipe.sampling.distrifusion.sampler import DistriFusion, emulate
+from lightning_diffpipe.sampling.distrifusion.sampler import DistriFusion
 
-__all__ = ["DistriFusion", "emulate"]
+__all__ = ["DistriFusion"]

@@ -47,9 +47,7 @@ from lightning_diffpipe.sampling.distrifusion.bands import (
 )
 from lightning_diffpipe.sampling.tracing.attention import Kernel
 from lightning_diffpipe.sampling.tracing.layout import shapes_of
-from lightning_diffpipe.sampling.tracing.marks import has_nan, lines
-
-_VIEWS = {"__getitem__", "narrow", "split", "chunk", "unbind", "select", "index_select", "__get__"}
+from lightning_diffpipe.sampling.tracing.marks import MixingSearch, has_nan, lines
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,6 @@ class ModelCall(NamedTuple):
     """One call of a model, on all rows.
 
     Attributes:
-        interception: Interception of the model, installed.
         latents: Latents of the request; rows are the last but one axis.
     """
 
@@ -161,11 +158,12 @@ class _MarkedRuns:
         outputs = self.axes(run.out)
         reached = [i for i, x in enumerate(pytree.tree_leaves(run.out)) if has_nan(x)]
         if not reached or set(reached) != outputs.keys():
-            named = self.run(sample, -2, name_spreaders=True).spreader
-            raise unsupported(f"{named}()" if named else "an operator")
+            with MixingSearch([]) as search:
+                self.run(sample, -2)
+            raise unsupported(f"{search.found[0]}()" if search.found else "an operator")
         return run, outputs
 
-    def run(self, leaf: int, axis: int | None, name_spreaders: bool = False) -> MarkedRun:
+    def run(self, leaf: int, axis: int | None) -> MarkedRun:
         """Runs it with marks in the last part of an axis of an argument, or in all of it."""
         whole = self._leaves[leaf]
         marked = whole.clone()
@@ -174,7 +172,7 @@ class _MarkedRuns:
         part = marked if axis is None else marked.narrow(axis, marked.shape[axis] - size, size)
         part.fill_(math.nan)
         args, kwargs = pytree.tree_unflatten(leaves, self._tree)
-        run = MarkedRun(self, marked, name_spreaders)
+        run = MarkedRun(self, marked)
         names = {name for name, _ in self._interception.root.named_modules() if name}
         with self._interception.also_watching(names), self._interception.running(run), run:
             run.out = self._forward(*args, **kwargs)
@@ -223,14 +221,13 @@ class MarkedRun(Run, TorchFunctionMode):
         spreader: The first function that had marked and clean rows before it and none clean after it.
     """
 
-    def __init__(self, runs: _MarkedRuns, sample: Tensor, name_spreaders: bool = False) -> None:
+    def __init__(self, runs: _MarkedRuns, sample: Tensor) -> None:
         super().__init__()
         self.out: Any = None
         self.keys: list[Tensor] = []
         self.embedders: dict[str, dict[int, int]] = {}
         self.constant: set[str] = set()
-        self.spreader: str | None = None
-        self._runs, self._sample, self._name = runs, sample, name_spreaders
+        self._runs, self._sample = runs, sample
         self._num_calls: Counter[str] = Counter()
         self._num_exchanging = 0  # calls of functions that look beyond a band
         self._units: list[float] = []  # rows of the latents for one row after each convolution
@@ -289,10 +286,7 @@ class MarkedRun(Run, TorchFunctionMode):
         if rule is not None:
             args, kwargs = input_first(args, kwargs)
             return rule(*args, **kwargs)
-        out = func(*args, **kwargs)
-        if self._name and self.spreader is None:
-            self._name_spreader(func, (args, kwargs), out)
-        return out
+        return func(*args, **kwargs)
 
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -320,16 +314,6 @@ class MarkedRun(Run, TorchFunctionMode):
         self._units.append(self._runs.num_rows / picked.shape[-2])
         mixed = picked.mean(-3, keepdim=True)
         return mixed.repeat(*[1] * (x.ndim - 3), weight.shape[0], 1, 1)
-
-    def _name_spreader(self, func: Any, inputs: Any, out: Any) -> None:
-        """Records a function if some rows were marked in what it was given, and all are in what it returned."""
-        name = getattr(func, "__name__", str(func))
-        outputs = [x for x in pytree.tree_leaves(out) if _is_float(x) and x.numel() > 1]
-        if name in _VIEWS or not outputs or not all(x.isnan().all() for x in outputs):
-            return
-        marked = [x.isnan() for x in pytree.tree_leaves(inputs) if _is_float(x)]
-        if marked and not any(bool(x.all()) for x in marked) and any(bool(x.any()) for x in marked):
-            self.spreader = name
 
 
 def _centres(window: Window, size: int, device: torch.device) -> Tensor:

@@ -25,7 +25,6 @@ Modules that are given texts only have the same input in all steps, so they run 
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -185,24 +184,6 @@ class Exchange:
         return read
 
 
-@dataclass
-class _Input:
-    """An input of modules: a copy of it, and the tensor that last was equal to it."""
-
-    copy: Tensor
-    tensor: Tensor
-    version: int
-
-    def is_in(self, x: Tensor) -> bool:
-        """Returns whether a tensor is this one, or a view of all of it, and has not been written to since."""
-        # A tensor and its views share a version; another one over the same memory, as `x.data` is, has its own.
-        owners = [y if y._base is None else y._base for y in (x, self.tensor)]
-        same_place = (x.data_ptr(), x.stride()) == (self.tensor.data_ptr(), self.tensor.stride())
-        same_form = (x.shape, x.dtype) == (self.tensor.shape, self.tensor.dtype)
-        same_owner = owners[0] is owners[1]
-        return same_owner and same_place and same_form and x._version == self.version
-
-
 class Constants:
     """Results of modules that are given a text only, in one call of the model, over the steps of one request.
 
@@ -218,29 +199,29 @@ class Constants:
 
     def __init__(self, candidates: frozenset[str]) -> None:
         self._candidates = set(candidates)
-        self._inputs: list[_Input] = []
-        self._stored: dict[str, tuple[_Input, Tensor, int]] = {}
+        self._stored: dict[str, tuple[Tensor, Tensor, tuple[int, int]]] = {}
 
     def get(self, name: str, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """Returns the result of a module for its only tensor."""
         if name not in self._candidates or x.is_inference():
             return compute()
         if name in self._stored:
-            entry, out, version = self._stored[name]
-            if not entry.is_in(x):
-                if x.shape != entry.copy.shape or not torch.equal(x, entry.copy):
-                    self._candidates.discard(name)
-                    del self._stored[name]
-                    return compute()
-                entry.tensor, entry.version = x, x._version
-            if out._version == version:  # the model may write into what it gets
-                return out
+            given, out, versions = self._stored.pop(name)
+            if not _is_whole_view(x, given) or x._version != versions[0]:
+                self._candidates.discard(name)
+                return compute()
+            if out._version != versions[1]:  # the model has written into what it got
+                out = compute()
         else:
-            entry = next((each for each in self._inputs if each.is_in(x)), None)
-            if entry is None:
-                entry = _Input(x.clone(), x, x._version)
-                self._inputs.append(entry)
-        out = compute()
+            out = compute()
         if not out.is_inference():
-            self._stored[name] = entry, out, out._version
+            self._stored[name] = x, out, (x._version, out._version)
         return out
+
+
+def _is_whole_view(x: Tensor, other: Tensor) -> bool:
+    """Returns whether a tensor is another one, or a view of all of it, with which it shares its version."""
+    # Another tensor over the same memory, as `x.data` is, has a version of its own.
+    owners = [y if y._base is None else y._base for y in (x, other)]
+    places = [(y.data_ptr(), y.stride(), y.shape, y.dtype) for y in (x, other)]
+    return owners[0] is owners[1] and places[0] == places[1]

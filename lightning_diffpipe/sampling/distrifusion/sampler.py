@@ -12,12 +12,11 @@ behind a whole step of computation. Predictions are put together at the end of e
 scheduler on the whole latents.
 
 Modes: "displaced"; "synchronous" waits for fresh activations always, and is exact; "naive" never asks for them.
-`warmup_steps` counts synchronous steps at the start. With none, the first step sees no other band at all.
+Without a synchronous step at the start, the first step sees no other band at all.
 
-Each kind of call of the model is analysed on rank 0, which broadcasts what it found, and compared with a plain
-call, once. `analysis.py` sees values that cross rows, but not numbers that come from shapes alone, such as
-coordinates made of `x.shape[-2]`. So the first call of each kind is made both ways, the plain one by rank 0, if it
-has the memory for all rows, and they must agree.
+Each kind of call of the model is analysed on rank 0, which broadcasts what it found. `analysis.py` sees values
+that cross rows, but not numbers that come from shapes alone, such as coordinates made of `x.shape[-2]`. So the
+first call of each kind is also made plainly, by rank 0, if it has the memory for all rows, and the two must agree.
 
 Source:
     DistriFusion, Li et al. (2024), https://arxiv.org/abs/2402.19481 (its warm-up of w is our w + 1)
@@ -27,7 +26,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -36,22 +35,18 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Links
-from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import (
-    ConfigurationError,
     GraphError,
     require_choice,
     require_number,
 )
 from lightning_diffpipe.graph.interception import Interception, Run
 from lightning_diffpipe.graph.versions import settings_digest
-from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.sampling.distrifusion.analysis import CallAnalysis, ModelCall, analyse
 from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, StepKind
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
-from lightning_diffpipe.sampling.loop import restored, snapshot
 from lightning_diffpipe.sampling.rehearsal import (
     error_against,
     failing,
@@ -62,7 +57,6 @@ from lightning_diffpipe.sampling.rehearsal import (
 )
 from lightning_diffpipe.sampling.report import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.request import Request, require_warmup
-from lightning_diffpipe.sampling.schedulers import takes_generator
 from lightning_diffpipe.sampling.step_caches import StepCache
 from lightning_diffpipe.sampling.tracing.attention import KernelsAnswered
 
@@ -82,7 +76,7 @@ class DistriFusion:
     Args:
         model: The U-Net or transformer, with all weights on every rank.
         links: To the other ranks.
-        mode: "displaced", "synchronous" or "naive".
+        mode: See above.
         warmup_steps: Synchronous steps at the start, or "auto": until what the model is given in a step differs by
             less than `warmup_threshold` from the step before.
         group_norm: Rule by which displaced steps use other bands' statistics; see `moments.py`.
@@ -312,61 +306,6 @@ def intercepted(model: nn.Module) -> Iterator[Interception]:
                 _shared[id(model)] = (interception, users - 1)
             else:
                 interception.uninstall()
-
-
-def emulate(
-    request: Request,
-    num_bands: int,
-    link: Link | None = None,
-    on_step: Callable[[int], None] | None = None,
-    timeout_s: float = 300.0,
-    **options: Any,
-) -> tuple[Tensor, list[DistriFusion]]:
-    """Samples with as many bands, each in a thread.
-
-    Args:
-        request: The request.
-        num_bands: Ranks to emulate.
-        link: Latency and bandwidth of messages; None for no delay.
-        on_step: Called by band 0.
-        timeout_s: Longest wait, in seconds.
-        options: Options of `DistriFusion`.
-
-    Returns:
-        The final latents, and the samplers of all bands with their statistics.
-
-    Raises:
-        ConfigurationError: Bands have other noise.
-    """
-    device, default = request.latents.device, None
-    if request.step_kwargs.get("generator") is None and takes_generator(request.scheduler):
-        default = torch.default_generator
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            default = torch.cuda.default_generators[index]
-    network = LoopbackNetwork(num_bands, device, link, timeout_s)
-    kwargs = dict(request.step_kwargs) | ({} if default is None else {"generator": default})
-
-    states = snapshot(kwargs)  # a thread samples as if it were a process
-    requests = [replace(request, step_kwargs=restored(states)) for _ in range(num_bands)]
-
-    def band(links: Links) -> tuple[Tensor, DistriFusion]:
-        sampler = DistriFusion(request.model, links, **options)
-        return sampler.sample(requests[links.rank], on_step if links.rank == 0 else None), sampler
-
-    results = network.run(band)
-    if default is not None:  # goes on where the copy of band 0 is, as in one process
-        default.set_state(requests[0].step_kwargs["generator"].get_state())
-    latents = results[0][0]
-    for rank, (of_band, _) in enumerate(results):
-        if not torch.allclose(of_band, latents, rtol=0.0, atol=0.0, equal_nan=True):
-            name = type(request.scheduler).__name__
-            raise ConfigurationError(
-                f"bands 0 and {rank} of {num_bands} stepped to other latents: {name} or the request's closure "
-                "uses torch's default generator, which these bands share as threads of one process; give "
-                "it a generator or a seed of its own, or sample with processes"
-            )
-    return latents, [sampler for _, sampler in results]
 
 
 def _change(before: Tensor, now: Tensor) -> float:

@@ -8,10 +8,7 @@ are written first and then it attends to the whole buffer, so that it sees the n
 
 Synchronous steps, which compute all tokens at once, attend to what they compute and leave it in the buffer.
 Without any, nothing has been written for the patches to come at step 0: their keys are hidden, which is better
-than attending to zeros as the paper does.
-
-Source:
-    PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
+than attending to zeros as the paper does (source: `sampler.py`).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

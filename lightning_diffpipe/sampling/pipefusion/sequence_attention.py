@@ -129,9 +129,7 @@ class _OverRanks:
     def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
         """Answers a call without dummy text, whose part is that of all ranks together.
 
-        Args:
-            call: Its query, key and value are those of this rank's tokens.
-            owned: Positions of the tokens of each rank among those of all ranks.
+        Its query, key and value are those of this rank's tokens; `owned` are the places of tokens, by rank.
         """
         raise NotImplementedError
 

@@ -60,7 +60,6 @@ class Stages:
 
     Attributes:
         blocks: Names of the blocks of each rank.
-        stages: One for each rank.
     """
 
     blocks: tuple[tuple[str, ...], ...]

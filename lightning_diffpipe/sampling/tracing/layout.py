@@ -210,7 +210,6 @@ class AttentionSize:
     """One call of attention.
 
     Attributes:
-        heads: Heads of queries.
         key_heads: Heads of keys and values; fewer than `heads` with grouped queries.
         head_size: Width of a query or key.
         value_size: Width of a value.

@@ -234,12 +234,9 @@ def has_nan(x: Any) -> bool:
 
 
 def token_local(log: list[tuple[Tensor, Tensor | None]], strict: bool = False) -> AttentionHandler:
-    """Stand-in for attention: returns the query, so that a token reaches only itself.
+    """Stand-in for attention: returns the query, so that a token reaches only itself; logs key and mask of calls.
 
-    Args:
-        log: Gets key and mask of every call.
-        strict: NaN in a key or value also reaches the output of its position, so that tokens
-            mixed on the way there are seen.
+    If `strict`, NaN in a key or value reaches the output of its position, so that tokens mixed on the way are seen.
     """
 
     def handler(
@@ -261,7 +258,7 @@ def all_to_all(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **options: Any) 
     return q.clone().masked_fill_(reached, math.nan)
 
 
-class _MixingSearch(TorchDispatchMode):
+class MixingSearch(TorchDispatchMode):
     """Finds the first operator that spreads NaN."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -307,7 +304,7 @@ def mixing_operator(
     # A power of two, so that no token is cut.
     rows = torch.arange(num_rows) < 1 << (max(num_rows // 2, 1).bit_length() - 1)
     stack: list[nn.Module] = []
-    watch = _MixingSearch(stack)
+    watch = MixingSearch(stack)
     push = hooks.register_module_forward_pre_hook(lambda module, args: stack.append(module))
     pop = hooks.register_module_forward_hook(lambda module, args, out: (stack.pop(), None)[1])
     try:
@@ -381,9 +378,7 @@ def _of_tensor(x: Tensor) -> Hashable:
 class RepeatedCalls:
     """Answers repeated calls of the blocks in one run.
 
-    Args:
-        kinds: Kinds of blocks of the model.
-        by_value: Numbers matter, too: what is no result of a block must be the same tensor.
+    With `by_value` numbers matter, too: what is no result of a block must be the same tensor.
     """
 
     def __init__(self, kinds: BlockKinds, by_value: bool = False) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -73,14 +73,9 @@ _MAX_ROWS_OF_A_TOKEN = 4  # what reaches more than that, and everything, is no t
 _WRITES = "code between blocks writes into what a block returned"
 _Log = list[tuple[Tensor, Tensor | None]]
 _Owners = list[TokenAxis | None]
+_MarkedCall = tuple[str, list[Tensor]]
+"""A block that a marked run calls, and for each call of attention which keys are NaN."""
 _Key = tuple[torch.Size, torch.dtype, str]
-
-
-class _MarkedCall(NamedTuple):
-    """A call of a block in a marked run: its name, and for each call of attention which keys are NaN."""
-
-    name: str
-    marked_keys: list[Tensor]
 
 
 def probe(request: Request, axis: int | None = None) -> Layout:
@@ -173,8 +168,8 @@ class _Probe:
             runs.append(calls)
         owners: list[tuple[str, _Owners]] = []
         for in_all_runs in zip(*runs, strict=True):
-            name = in_all_runs[0].name
-            keys = zip(*(call.marked_keys for call in in_all_runs), strict=True)
+            name, _ = in_all_runs[0]
+            keys = zip(*(marked_keys for _, marked_keys in in_all_runs), strict=True)
             owners.append((name, [self._owner(words, name, bits) for bits in keys]))
         return owners
 
@@ -204,7 +199,7 @@ class _Probe:
                 return out, [lines(key, -2) for key, _ in log]
 
             out, keys = repeats.answer(name, args, kwargs, run)
-            calls.append(_MarkedCall(name, keys))
+            calls.append((name, keys))
             return out
 
         with self._without_products:

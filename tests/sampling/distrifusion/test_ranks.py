@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lightning_diffpipe.comm.links import ProcessLinks
-from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
+from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from tests.ranks import run_ranks
+from tests.sampling.distrifusion.emulate import emulate
 from tests.sampling.distrifusion.models import request_for
 
 pytestmark = pytest.mark.distributed
