@@ -241,10 +241,7 @@ def late_rows(turn):
     ],
 )  # fmt: skip
 def test_what_begins_or_ends_late_trains_like_one_process(num_ranks, rows):
-    """History: such layers ended the run when they came; a term that ended left zeros where no gradient was.
-
-    Frozen layers ran ahead in bubbles with the input of the step before, a number of Python's for longer.
-    """
+    """History: such layers ended the run when they came; a term that ended left zeros where no gradient was."""
     train_like_one_process(rows, num_ranks)
 
 
@@ -272,10 +269,7 @@ class Flagged(Varying):
     ],
 )
 def test_what_hooks_set_unforeseen_ends_the_run(what, by, num_microbatches, said):
-    """History: frozen layers that ran ahead got what was set before, so that losses were silently others.
-
-    A term that a hook added made them NaN, with a warning that training may diverge.
-    """
+    """History: frozen layers that ran ahead got what was set before, so that losses were silently others."""
     settings = settings_of(what, "added", by, num_microbatches, {"num_stages": 2})
     outcomes = [each for (each,) in run_ranks(fit_all, 2, [settings], 2, False)]
     assert any(re.search(said, str(each)) for each in outcomes), outcomes
@@ -318,10 +312,7 @@ class Faded(nn.Module):
 
 @pytest.mark.parametrize(("how", "runs_ahead"), [("added", 0), ("left out", 1)])
 def test_numbers_that_hooks_set_in_frozen_layers_count_from_their_batch_on(how, runs_ahead):
-    """History: frozen layers that ran ahead read those of the batch before.
-
-    From then on they run when they are due, but not where only they themselves count.
-    """
+    """History: frozen layers that ran ahead read those of the batch before."""
     settings = settings_of("none", how, "hook", 2, {"num_stages": 2, "filling": "shares"})
     settings = replace(settings, module_class=Scheduled)
     outcomes = [each for (each,) in run_ranks(fit_all, 2, [settings], 2, False)]
@@ -527,10 +518,7 @@ def draw_until_small():
 
 @pytest.mark.parametrize("reads", SEARCHED)
 def test_runs_in_search_of_coins(reads):
-    """As few as tell whether what is drawn, counted or read decides what is called; 32 more if it does.
-
-    History: every step that drew from Python's generators, as all that drop captions do, ran 32 times.
-    """
+    """As few as tell whether what is drawn, counted or read decides what is called; 32 more if it does."""
     most, read = SEARCHED[reads]
     module, runs = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
     module.count = 0

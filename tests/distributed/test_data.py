@@ -318,8 +318,7 @@ def use_again(rank):
 
 
 def test_combined_loaders_can_be_used_again():
-    """History: Lightning leaves its own loaders in the user's CombinedLoader. A second run hung in the comparison
-    of batches of the first, or had its shares of the samples, and each epoch wrapped them once more."""
+    """History: a second run hung in the comparison of batches of the first, or had its shares of the samples."""
     (first, inner, same), (second, _, _) = run_ranks(use_again, 2)
     assert all(same), "the user's loaders were exchanged"
     assert inner == {DataLoader}
@@ -421,8 +420,7 @@ def go_on_with_a_stream(rank, module_class, path):
 
 @pytest.mark.parametrize("module_class", [AsksInTime, Pairs])
 def test_an_epoch_of_a_stream_that_is_resumed_draws_its_own_numbers(module_class, tmp_path):
-    """History: the first batch of a loader without a length is read before Lightning knows where the run goes on,
-    so all random numbers of the resumed epoch were those of epoch 0, or of the one before."""
+    """History: all random numbers of the resumed epoch were those of epoch 0, or of the one before."""
     for whole, resumed in run_ranks(go_on_with_a_stream, 2, module_class, tmp_path / "a.ckpt"):
         assert sorted(whole) == [0, 1, 2]
         assert resumed == {2: whole[2]}

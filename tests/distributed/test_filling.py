@@ -329,11 +329,7 @@ def test_two_pipelines_with_interleaved_stages():
 
 
 def test_layers_that_mix_samples_are_not_split():
-    """They are found before anything is planned, and the run is as in one process.
-
-    History: the layer had no parameter, so that it was glue, which is never split. Then runs ended when a
-    microbatch was first split, and named the `frozen_group_size` that keeps it whole.
-    """
+    """They are found before anything is planned, and the run is as in one process."""
     strategy = {"num_stages": 2, "frozen_group_size": 1}
     settings = {"module_class": MixesSamples, "trainer": THREE_STEPS, "strategy": strategy}
     (outcome, _), _ = check_parity(2, **settings)

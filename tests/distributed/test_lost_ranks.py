@@ -82,10 +82,7 @@ PHASES = (
     ],
 )
 def test_whoever_loses_a_rank_names_it_and_its_phase(tmp_path, phase, victim):
-    """History: of 26 kills outside of steps none was named; gloo gave an address and a joke.
-
-    Where torch's groups meet, nothing breaks, and the process is ended with a line.
-    """
+    """Where torch's groups meet, nothing breaks, and the process is ended with a line."""
     with pytest.raises(RankError, match="ranks failed") as caught:
         run_ranks(fit_until_harmed, 2, phase, victim, die, str(tmp_path))
     text = str(caught.value)
@@ -142,10 +139,7 @@ def test_sigterm_ends_all_ranks_in_any_phase(tmp_path, victim, phase):
     ],
 )
 def test_nothing_is_left_of_a_run_that_came_to_harm(launcher, harm, rank, phase):
-    """Within a minute; `benchmarks/reliability` measures how soon, on a machine that has nothing else to do.
-
-    History: a rank that was frozen between two steps was waited for half an hour, and then lived on.
-    """
+    """Within a minute; `benchmarks/reliability` measures how soon."""
     outcome = run_one(launcher, harm, rank, phase)
     assert outcome.seconds is not None, outcome.output
     assert outcome.code or harm == "TERM", outcome.output

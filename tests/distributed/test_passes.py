@@ -293,11 +293,7 @@ def trains_a_late_sequence(num_ranks, max_steps, strategy, **module):
     ],
 )
 def test_a_sequence_with_more_calls_than_were_planned(num_ranks, module, strategy):
-    """History: it was refused; now stages before the planned ones run it, where the weights lie.
-
-    History: where frozen layers had run for a batch that then had another call sequence, the batches after it got
-    the numbers of others, and the run ended, as if a callback had changed them.
-    """
+    """History: where frozen layers had run for such a batch, the batches after it got the numbers of others."""
     trains_a_late_sequence(num_ranks, 7, strategy, module_class=Later, module=module)
 
 
@@ -328,10 +324,7 @@ class SecondLoss(Unforeseen):
 def test_a_late_sequence_that_begins_with_all_calls_of_a_known_one(
     num_ranks, module_class, module, strategy
 ):
-    """History: it ended the run, as the code after the last layer, which alone tells, was not run before.
-
-    Gradients are on in both passes.
-    """
+    """History: it ended the run, as the code after the last layer, which alone tells, was not run before."""
     trains_a_late_sequence(num_ranks, 5, strategy, module_class=module_class, module=module)
 
 

@@ -418,9 +418,7 @@ class OfItsSize(Encoder):
 
 @pytest.mark.parametrize("half", [True, False])
 def test_samples_may_differ_by_the_rounding_of_the_coarsest_type(half):
-    """History: a text encoder under bf16-mixed on a GPU ends with a norm in float32. Its products are of bfloat16,
-    by kernels that are chosen by size, and training ended with "mixes samples".
-    """
+    """History: under bf16-mixed a text encoder that ends with a norm in float32 was said to mix samples."""
     root = Encoded()
     root.encoder = OfItsSize().requires_grad_(False)
 

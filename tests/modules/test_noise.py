@@ -163,10 +163,7 @@ SHIFTS["set"][0].set_shift(4.0)
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("name", SHIFTS)
 def test_times_of_a_flow_are_those_of_diffusers_scripts(name, used, uniform):
-    """History: the shift was ignored, and SD3 trained at other times than it is drawn with.
-
-    A scheduler that has drawn already has other tables, of its steps.
-    """
+    """History: the shift was ignored, and SD3 trained at other times than it is drawn with."""
     scheduler, shift = SHIFTS[name]
     if used:
         scheduler.set_timesteps(5, **({"mu": 1.0} if name == "Flux" else {}))

@@ -536,10 +536,7 @@ def test_a_denoiser_without_a_size_is_named_with_the_cure(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["stable_diffusion", "sd3", "flux", "wan"])
 def test_captions_that_are_cut_are_counted_by_tokenizer(name, tmp_path, caplog, monkeypatch):
-    """Each of several tokenizers reads so many tokens; they say nothing themselves.
-
-    History: transformers' own warning came anew in each trial run, dozens of times.
-    """
+    """Each of several tokenizers reads so many tokens; they say nothing themselves."""
     module, batch = module_of(name, tmp_path).eval(), batch_of(name)
     module.setup("fit")
     batch["caption"] = ["a cat", "a cat " * 200, ""]
@@ -694,10 +691,7 @@ def test_text_encoders_can_be_trained_along(tmp_path):
 
 
 def test_images_are_drawn_in_the_size_of_those_trained_on(tmp_path):
-    """History: six steps on images of 32 pixels drew four of 1024 for four minutes.
-
-    Buckets: the size of the last batch was drawn, another one each time, so that samples did not compare.
-    """
+    """History: six steps on images of 32 pixels drew four of 1024 for four minutes."""
     module, batch = module_of("flux", tmp_path), batch_of("flux")
     batch["image"] = nn.functional.pad(batch["image"], (0, 16))
     fit(module, batch, tmp_path, steps=1)

@@ -226,10 +226,7 @@ def test_halves_cost_what_the_profile_says():
 @pytest.mark.parametrize("num_layers", [16, 24, 32, 48])
 @pytest.mark.parametrize("filling", ["none", "shares"])
 def test_equal_layers_are_never_cut_worse_than_evenly(num_layers, schedule, filling):
-    """History: where cuts are too many to try all, 8 ranks with 4 microbatches took 14 % longer than even stages.
-
-    Moves of layers began at the cuts with the best bound only, whose early stages are as long as the bound allows.
-    """
+    """History: where cuts are too many to try all, 8 ranks took 14 % longer than even stages."""
     profile = equal_profile(num_layers, 0.38, gradient_bytes=1)
     for num_ranks, num_microbatches in product((4, 8), (2, 4, 8)):
         wish = PlanOptions(
@@ -482,9 +479,7 @@ def layers_that_keep(rng, num_layers, boundaries, activations):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(14, 4))
 def test_a_cut_that_fits_is_found_among_more_than_can_be_tried(seed):
-    """History: stages were filled to the limit before messages were counted, most ranks were then too full, and
-    "no plan fits" was the answer to half of these, up to a fifth above the least memory.
-    """
+    """History: stages were filled to the limit before messages were counted, and most ranks were then too full."""
     profile = layers_that_keep(random.Random(seed), 20, [1], range(2, 9))
     options = PlanOptions(16, 4, 8, num_replicas=1, data_parallel=1, optimizer_offload="none")
     model = CostModel(profile, Cluster(4))
@@ -494,9 +489,7 @@ def test_a_cut_that_fits_is_found_among_more_than_can_be_tried(seed):
 
 
 def test_a_cut_that_fits_is_found_where_encoders_need_most():
-    """History: what ranks encode before the pipeline was left out, where it takes memory next to the weights of a
-    stage: "no plan fits into 900 bytes a rank: the smallest needs 810, -90 too many".
-    """
+    """History: what ranks encode before the pipeline was left out, and "no plan fits" by -90 bytes."""
     times = Seconds.per_sample(1.0), Seconds.per_sample(2.0)
     weights = [100] * 5 + [20] * 10 + [100] * 5
     layers = tuple(
@@ -670,11 +663,7 @@ def calls_here(num_layers, num_ranks, batch, memory=0.3, **options):
 
 @pytest.mark.slow
 def test_sixty_layers_on_eight_ranks_are_planned_in_a_second():
-    """Some six million calls take one. Here with a model that fits no rank, which leaves most to be tried.
-
-    History: proposals were simulated before it was asked whether they fit into memory, and most did not.
-    With all schedules it took 1.9 s: every message of a schedule was written down to time it once.
-    """
+    """Some six million calls take one. Here with a model that fits no rank, which leaves most to be tried."""
     assert num_calls(60, 8, 64, 0.6, num_stages=8, num_microbatches=16) < 0.25e6
     assert num_calls(60, 8, 64) < 2.2e6
     assert num_calls(60, 8, 64, shard_optimizer="auto") < 5e6  # a second search

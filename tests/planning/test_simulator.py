@@ -174,10 +174,7 @@ def crossing_profile(num_layers, backward, weights):
 )
 @pytest.mark.parametrize("size", [1, 3, 8, 12, 128])
 def test_nothing_takes_less_than_no_time(backward, weights, size):
-    """History: backward and weight gradients are lines of their own, which cross; a backward of inputs took -2 s.
-
-    The clock ran backwards, and gains were promised that do not exist.
-    """
+    """History: backward and weight gradients are lines that cross; a backward of inputs took -2 s."""
     profile = crossing_profile(8, backward, weights)
     model, placement = CostModel(profile, Cluster(2)), Placement.of_replicas([1, 1])
     runs = [LayerRun(0, 3), LayerRun(3, 8)]

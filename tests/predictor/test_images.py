@@ -136,10 +136,7 @@ def saved(tmp_path):
     ],
 )
 def test_one_process_and_two_ranks_draw_what_diffusers_draws(family, saved):
-    """History: a stand-in predicted as many channels as it was given, and no pipeline of these could be sampled.
-
-    CogVideoX's own scheduler was given its old prediction as timestep, and halves of guidance cut LTX's tokens.
-    """
+    """History: a stand-in predicted as many channels as it was given, and no pipeline of these could be sampled."""
     path, request, expected = saved(family)
     torch.manual_seed(0)
     found = Predictor.from_pretrained(path, "single", alone=True)(**request)

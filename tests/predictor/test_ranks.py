@@ -476,10 +476,7 @@ def test_a_closed_predictor_and_a_module_in_stages_are_refused_on_all_ranks(job)
     ],
 )
 def test_requests_are_drawn_after_one_that_was_cancelled(name, options, kind, job):
-    """By all ranks, or by one of them; what this package refuses is told to all.
-
-    History: ranks kept their connections, on which each had sent and received others; the process was aborted.
-    """
+    """By all ranks, or by one of them; what this package refuses is told to all."""
     each = job(name, 4, **options)
     who = [(0, 1), (1,)]
     found = run_ranks(cancelled, 2, *each, who, kind)
@@ -594,9 +591,7 @@ CONNECT = "lightning_diffpipe.predictor.Worker"
 def test_a_rank_that_is_killed_or_frozen_is_named_with_what_it_did(
     victim, when, how, phase, job, tmp_path
 ):
-    """History: ranks stood for ever in a call to the store of a rank that was frozen, for half an hour where one
-    may take long, and told DistNetworkError where it was killed.
-    """
+    """History: ranks stood for ever in a call to the store of a rank that was frozen."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     # A killed one is known by its connections; a frozen one is still there when the others have told.

@@ -204,10 +204,7 @@ def train(rank, world_size, name, every_n_steps, options=None):
     [("flux", False), row("sdxl", True), ("sd3", False), row("self-conditioned", True)],
 )
 def test_training_goes_on_as_without_samples(name, samples_by_layers):
-    """Also after a refusal of PipeFusion, which leaves a U-Net to be drawn layer by layer.
-
-    History: so was a transformer with a ControlNet (sd3), though PipeFusion refused nothing.
-    """
+    """Also after a refusal of PipeFusion, which leaves a U-Net to be drawn layer by layer."""
     (without, _), (outcome, _) = run_in_turn(train, 2, (2, name, 9), (2, name, 1))
     drawn, by_layers, alone, weights = outcome
     assert by_layers == samples_by_layers

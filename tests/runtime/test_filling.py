@@ -437,9 +437,7 @@ def lookahead_batches(filling, backend):
 
 
 def test_filling_until_a_message_arrives_is_refused_where_no_host_sees_it():
-    """History: over NCCL every message seemed to be there, and a GPU was asked for the time before a
-    message that it would not get: with three stages nobody went on.
-    """
+    """History: over NCCL every message seemed to be there, and with three stages nobody went on."""
     with pytest.raises(ConfigurationError, match=r"over NCCL.*use mode='planned' or None"):
         lookahead_batches(Filling(mode="opportunistic"), "nccl")
     for mode, backend in [("opportunistic", "gloo"), ("planned", "nccl"), (None, "nccl")]:

@@ -93,9 +93,7 @@ class Device:
     [(2, 4, 1), (2, 4, "auto"), (2, 2, 0), (3, 4, 1), (3, 2, 0), (4, 2, 1)],
 )
 def test_layers_may_wait_for_the_whole_device(num_ranks, num_patches, warmup_steps):
-    """History: the first rank received latents before it had computed what they follow from, and in its first layer
-    waited for them. Begun as late as they are needed, they would stop the last rank, and then all before it.
-    """
+    """History: the first rank received latents before it had computed what they follow from."""
     board = Board()
 
     def waiting(model, links):

@@ -52,9 +52,7 @@ def sample_all(rank, waits):
 
 @pytest.mark.parametrize("waits", [row(False), True])
 def test_samplers_need_no_tags_and_no_order_of_first_messages(waits):
-    """History: both ranks of a pair first received, and on NCCL neither call returned. Later a layer that waited
-    for the whole device, as for memory, waited for latents that followed from what it was computing.
-    """
+    """History: both ranks of a pair first received, and on NCCL neither call returned."""
     tiny = build("sd3")
     serial = sample_plainly(request_for("sd3"))
     patches = PipeFusion(tiny.model, axis=tiny.axis, **PATCHES).sample(

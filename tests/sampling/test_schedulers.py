@@ -53,10 +53,7 @@ def synchronous(tiny):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_synchronous_steps_in_patches_are_one_process(name, tiny, synchronous):
-    """Histories of multistep solvers and the scaling of Euler's input included.
-
-    History: every second model input of KDPM2 was scaled for another noise level, and images were wrong.
-    """
+    """Histories of multistep solvers and the scaling of Euler's input included."""
     request = request_for("pixart", make(name), tiny=tiny)
     expected = sample_plainly(request)
     result = synchronous.sample(request)

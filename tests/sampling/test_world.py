@@ -45,10 +45,7 @@ def backends(rank, cases):
 
 @pytest.mark.distributed
 def test_nccl_is_used_exactly_if_each_rank_has_a_gpu_of_its_own():
-    """History: ranks of two hosts, or with one visible GPU each, sent everything through host memory, as each
-    compared the GPUs that it saw with a number that few launchers set; ranks that differed waited for each other,
-    and two on one GPU ended in an error of NCCL.
-    """
+    """History: ranks of two hosts, or with one visible GPU each, sent everything through host memory."""
     found = run_ranks(backends, 2, [places for places, _, _ in CASES])
     assert [used for used, _ in found] == [[backend for _, backend, _ in CASES]] * 2
     (_, messages), (_, of_others) = found

@@ -61,10 +61,7 @@ def calls_of_a_step(depth, strategy, batch_size=2):
 
 
 def test_one_rank_calls_little_besides_what_plain_lightning_does():
-    """For each layer with two parameters, and for a step.
-
-    History: 24 for each, then 4, mostly in loops over parameters, and a second run of the step's code on stubs.
-    """
+    """For each layer with two parameters, and for a step."""
     more = {
         depth: calls_of_a_step(
             depth, DiffPipeStrategy(num_stages=1, num_microbatches=1, profile="flops")

@@ -277,8 +277,7 @@ class Numbers:
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
 @pytest.mark.parametrize("long", [Numbers(0, 8), list(range(8))])
 def test_batches_that_are_shown_early_come(long, mode, looks_ahead):
-    """History: where a short loader started again beside one without a length, the batches after the next one were
-    called the next ones, and the run ended, since a batch was not the one whose frozen layers had run."""
+    """History: where a short loader started again, the batches after the next one were called the next ones."""
     loaders = {"long": long, "short": [100, 101, 102]}
     combined = CombinedLoader(loaders, mode)
     expected = [batch for batch, _, _ in combined]

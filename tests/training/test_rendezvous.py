@@ -42,10 +42,7 @@ def test_the_default_process_group_takes_over_the_store():
 
 
 def test_a_port_that_an_earlier_store_of_this_process_had_is_given_up(monkeypatch):
-    """History: of 1500 places opened one after the other, 127 could not be taken over: "address already in use".
-
-    PyTorch finds a closed store of the same port in its table instead of the open one.
-    """
+    """PyTorch finds a closed store of the same port in its table instead of the open one."""
     opened, make_store = [], dist.TCPStore
 
     def first_ones_cannot_be_shared(host, port, **options):
