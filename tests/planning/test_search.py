@@ -43,7 +43,6 @@ from lightning_diffpipe.planning.proposals import (
     Shape,
     all_cuts,
     count_of_cuts,
-    microbatch_counts,
     replicas_of,
     shapes,
 )
@@ -402,23 +401,6 @@ def test_the_least_memory_counts_as_many_microbatches_as_there_can_be():
         find_plan(profile, Cluster(2, memory_bytes=29), options)
 
 
-def test_as_many_microbatches_are_tried_as_there_is_time_for():
-    model = CostModel(equal_profile(2), Cluster(1))
-    assert microbatch_counts(model, PlanOptions(11), 1) == tuple(range(1, 12))
-    assert max(microbatch_counts(model, PlanOptions(5040), 1)) == 256
-    assert len(microbatch_counts(model, PlanOptions(5040), 1)) < 60
-    assert microbatch_counts(model, PlanOptions(5040, num_microbatches=7), 1) == (7,)
-
-
-def test_more_stages_than_ranks_are_interleaved():
-    """Halving the stages halves the bubble: (R - 1) / (v M + R - 1) of the step, here 1 / 9."""
-    options = PlanOptions(8, 4, 4, schedule="auto", partition="uniform", data_parallel=1)
-    plan = find_plan(equal_profile(8), Cluster(2), options)
-    assert plan.options.schedule == "interleaved"
-    assert [stage.ranks for stage in plan.stages] == [(0,), (1,), (0,), (1,)]
-    assert plan.planned.bubble_ratio == pytest.approx(1 / 9)
-
-
 @pytest.mark.parametrize("seed", seeds(40, 20))
 def test_the_search_is_optimal_within_memory(seed):
     """Optimizer states are not shared, are, or are where that makes the step faster; on devices or on hosts."""
@@ -531,25 +513,6 @@ def test_moving_layers_comes_close_to_the_optimum(seed, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", seeds(60, 20))
-def test_no_cut_is_faster_than_its_bound(seed):
-    profile, cluster, batch = random_case(seed)
-    options = PlanOptions(batch)
-    model = CostModel(profile, cluster)
-    for way in list(every_way(profile, cluster, options))[::3]:
-        pipelines, sizes, edges, replicas = way
-        ranks = sum(replicas)
-        group = group_size(model, sizes, ranks)
-        shape = Shape(pipelines, ranks, len(replicas), sizes, options.schedule)
-        bounds = Bounds(model, shape, group)
-        cuts = tuple(zip(edges, edges[1:], replicas, strict=False))
-        assert bounds.cuts_s(cuts) <= step_and_memory(model, options, way)[0] + 1e-9
-        best = bounds.best_cuts(replicas)
-        assert best is not None
-        assert best[0] <= bounds.cuts_s(cuts) + 1e-9
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("filling", ["none", "shares"])
 @pytest.mark.parametrize("schedule", [name for name, spec in SCHEDULES.items() if spec.flushes])
 @pytest.mark.parametrize("seed", [*seeds(8, 2), *map(row, range(8, 15))])
@@ -606,15 +569,6 @@ def test_filled_plans_are_the_best_of_all_cuts_but_for_a_few():
     assert min(gaps) >= -1e-9
     assert max(gaps) < 0.07
     assert sum(gap > 1e-9 for gap in gaps) <= 3
-
-
-def test_plain_data_parallelism_is_a_candidate():
-    """With free links no pipeline beats it; with slow gradient sums a pipeline does."""
-    profile = equal_profile(8, gradient_bytes=10**9, boundary_bytes_per_sample=10**3)
-    free = find_plan(profile, Cluster(4), PlanOptions(64))
-    assert (free.num_stages, free.num_pipelines) == (1, 4)
-    slow = Cluster(4, p2p=Link(1e9), all_reduce=Link(1e8))
-    assert find_plan(profile, slow, PlanOptions(64)).num_stages > 1
 
 
 def test_a_rank_alone_runs_frozen_layers_on_whole_microbatches():

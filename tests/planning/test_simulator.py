@@ -147,13 +147,6 @@ def test_a_pipeline_bound_by_a_link_takes_the_time_of_the_link():
     assert [(t.start_s, t.stop_s) for t in transfers] == [(1 + 5 * m, 6 + 5 * m) for m in range(8)]
 
 
-def test_both_directions_of_a_link_are_independent():
-    both = simulated(one_f_one_b(2, 6), activation=1, gradient=1).iteration_s
-    slow = simulated(one_f_one_b(2, 6), activation=2, gradient=0).iteration_s
-    assert both < 2 * 6 * 3
-    assert slow >= both
-
-
 def crossing_profile(num_layers, backward, weights):
     """Layers whose weight gradients overtake their backward beyond what was measured."""
     layer = LayerProfile(
