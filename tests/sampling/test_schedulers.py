@@ -13,11 +13,7 @@ from lightning_diffpipe.sampling.dry_run import dry_run_of
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import InputScaler, OneProcess, Request
-from lightning_diffpipe.sampling.schedulers import (
-    PatchSchedulers,
-    for_samples,
-    is_elementwise,
-)
+from lightning_diffpipe.sampling.schedulers import PatchSchedulers, for_samples, is_elementwise
 from tests.sampling.models import build, knowing, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
 

@@ -1,12 +1,14 @@
 """Ranks agree what their messages travel over, by the GPUs that they have and not by how they were started."""
 
 import logging
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_diffpipe.comm.links import ProcessLinks
 from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.sampling import world
 from tests.ranks import run_ranks
@@ -79,3 +81,16 @@ def test_what_one_rank_refuses_is_an_error_of_all():
 def test_torch_without_nccl_is_named():
     places = [world._RankDevice("one", gpu, gpu == "a") for gpu in ("a", "b")]
     assert world._why_not_nccl(places) == "torch has no NCCL on rank 1"
+
+
+def waits_for_a_plain_object(rank):
+    links = ProcessLinks.connect([[0, 1]], torch.device("cpu"), timeout_s=4, patience_s=30)
+    found = links.broadcast_object(lambda: time.sleep(6) or "a layout")
+    links.disconnect()
+    return found
+
+
+@pytest.mark.distributed
+def test_in_training_a_rank_may_probe_for_longer_than_messages_are_waited_for():
+    """History: drawing samples ended a training run where the first probe took longer than timeout_s."""
+    assert run_ranks(waits_for_a_plain_object, 2) == ["a layout"] * 2

@@ -69,8 +69,7 @@ def test_only_synchronous_steps_are_the_synchronous_mode(name, tiny_models):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "group_norm"),
-    [("sd", "predicted"), ("sd", "corrected"), ("sd3", "predicted")],
+    ("name", "group_norm"), [("sd", "predicted"), ("sd", "corrected"), ("sd3", "predicted")]
 )
 def test_latents_that_stand_still_show_no_staleness(name, group_norm, tiny_models):
     tiny = tiny_models(name)

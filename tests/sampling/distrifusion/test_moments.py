@@ -126,14 +126,6 @@ def test_predicted_of_flat_bands_is_finite():
     assert torch.allclose(predicted(flat, flat, flat[1], 1, SHARES), combined(flat, SHARES))
 
 
-def test_predicted_follows_a_change_that_all_bands_share():
-    """Where "corrected" is right, "predicted" is right as well: one shift of all bands, then a larger one."""
-    earlier = of_bands(image(0))
-    before, now = moved(earlier, 0.5), moved(earlier, 3.0)
-    found = predicted(before, earlier, now[1], 1, SHARES)
-    assert torch.allclose(found[1], combined(now, SHARES)[1])
-
-
 def test_predicted_follows_bands_that_move_apart_steadily():
     """Where "corrected" is wrong, because bands have changes of their own."""
     earlier = of_bands(image(0))
@@ -179,9 +171,3 @@ def operators_of(rule):
 def test_a_displaced_group_norm_issues_few_operators(rule, most):
     """History: 82 and 47, then 41 and 30, each of them a launch on a GPU."""
     assert operators_of(rule).total() <= most
-
-
-def test_predicted_without_history_takes_changes_to_be_shared():
-    before = of_bands(image(0))
-    now = moved(before, 0.3, 1.1)
-    assert torch.allclose(predicted(before, None, now[1], 1, SHARES), combined(now, SHARES))
