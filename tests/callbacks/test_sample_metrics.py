@@ -128,10 +128,7 @@ def train(rank, world_size, num_stages, folder, num_samples, **options):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("world_size", "num_stages", "num_samples"),
-    [(2, 2, 100), row(4, 2, 6)],
-)
+@pytest.mark.parametrize(("world_size", "num_stages", "num_samples"), [(2, 2, 100), row(4, 2, 6)])
 def test_fid_of_a_pipeline_is_that_of_one_process(world_size, num_stages, num_samples, tmp_path):
     """Of the weights after the last step; pipelines side by side draw for their own batches."""
     for logged, same, other in run_ranks(

@@ -7,25 +7,15 @@ import weakref
 from dataclasses import replace
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
 from safetensors.torch import load_file, save_file
 
-from lightning_diffpipe.callbacks import EncodingCache, SampleImages
+from lightning_diffpipe.callbacks import EncodingCache
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.placement import (
-    is_placeholder,
-    is_quantized_later,
-    stored_value,
-)
+from lightning_diffpipe.graph.placement import is_placeholder, is_quantized_later, stored_value
 from lightning_diffpipe.modules import PipelineDiffusion
-from lightning_diffpipe.quantization import (
-    QuantizedWeight,
-    Weight8Bit,
-    quantize_components,
-)
+from lightning_diffpipe.quantization import QuantizedWeight, Weight8Bit, quantize_components
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
@@ -173,17 +163,6 @@ def test_quantized_weights_leave_memory_when_training_ends(settings):
     assert before > after == 0
 
 
-class Shown(DummyLogger):
-    """A logger that keeps the images."""
-
-    def __init__(self):
-        super().__init__()
-        self.images = []
-
-    def log_image(self, key, images, step, caption):
-        self.images += [np.asarray(image, dtype=float) for image in images]
-
-
 class Saves(L.Callback):
     def __init__(self, path):
         self.path = path
@@ -191,40 +170,6 @@ class Saves(L.Callback):
     def on_train_batch_end(self, trainer, module, *_):
         if trainer.global_step == 2:
             trainer.save_checkpoint(self.path)
-
-
-def fit_and_save(rank, settings, world_size, path, ckpt_path=None, streaming="auto"):
-    """Trains with images and a checkpoint on the way, and returns the adapters and the images."""
-    module, logger = build(settings), Shown()
-    images = SampleImages(["a cat"], every_n_steps=2, num_inference_steps=2)
-    callbacks = [images] if ckpt_path else [images, Saves(path)]
-    options = {**settings.trainer, "max_steps": 4, "callbacks": callbacks, "logger": logger}
-    options["default_root_dir"] = path.parent
-    strategy = quick_strategy(num_stages=world_size, num_microbatches=2, streaming=streaming)
-    trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
-    trainer.fit(module, datamodule=settings.data_class(), ckpt_path=ckpt_path)
-    state = module.state_dict()
-    return {n: value for n, value in state.items() if ".lora_" in n}, logger.images
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("streaming", ["none", "all"])
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_checkpoints_and_images_over_a_quantized_base(streaming, settings, tmp_path):
-    """Checkpoints have adapters alone, and are gone on from where the base is opened plain and quantized again."""
-    path = tmp_path / "adapters.ckpt"
-    [(_, expected)] = run_ranks(fit_and_save, 1, settings, 1, path)
-    (whole, images), _ = run_ranks(fit_and_save, 2, settings, 2, path, None, streaming)
-    assert len(images) == len(expected) == 4  # at two steps: of the step, and of all so far
-    for image, other in zip(images, expected, strict=True):
-        assert np.abs(image - other).max() <= 2
-        assert image.std() > 5
-    state = torch.load(path, weights_only=False)["state_dict"]
-    assert all(".lora_" in name for name in state), sorted(state)[:3]
-    (resumed, _), _ = run_ranks(fit_and_save, 2, settings, 2, path, path, streaming)
-    assert whole.keys() == resumed.keys()
-    for name, value in whole.items():
-        assert torch.equal(resumed[name], value), name
 
 
 class SavesWhole(L.Callback):

@@ -11,7 +11,7 @@ from PIL import Image
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from tests.graph.emulate import relative_error, take_gradients
-from tests.modules.tiny_parts import tiny_latent_diffusion
+from tests.modules.tiny_parts import loss_of, tiny_latent_diffusion
 from tests.predictor import tiny_pipelines as tiny
 from tests.rows import row
 from tests.zoo.double import in_double
@@ -32,12 +32,6 @@ def _small():
 def module_of(name, folder, call=None, **options):
     pipeline = build(name, folder)
     return PipelineDiffusion(pipeline, call=call or CALLS[name], caption_dropout=0.0, **options)
-
-
-def loss_of(module, batch, seed=0):
-    torch.manual_seed(seed)
-    with mock.patch.object(module, "log"):
-        return module.training_step(batch, 0)
 
 
 # ------------------------------------------------------------------ steps written by hand

@@ -3,7 +3,6 @@
 import copy
 
 import diffusers
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,9 @@ from lightning_diffpipe.callbacks import SampleImages
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.pipelines.stand_ins import is_followed, tensor_processor
+from tests.distributed.scenarios import quiet_trainer
 from tests.graph.emulate import check_stages, relative_error, take_gradients
+from tests.modules.tiny_parts import loss_of
 from tests.rows import row
 from tests.zoo.double import in_double
 from tests.zoo.image_to_video import CAPTIONS, KINDS, Animating, clips, pipeline_of
@@ -28,11 +29,6 @@ def module_of(kind, **options):
     module.log = lambda *arguments, **settings: None
     module.setup("fit")
     return module
-
-
-def loss_of(module, batch):
-    torch.manual_seed(0)
-    return module.training_step(batch, 0)
 
 
 # ------------------------------------------------------------------ steps written by hand
@@ -400,10 +396,7 @@ def test_clips_are_drawn_while_training_from_their_first_frames(tmp_path):
         dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)
     ]
     drawing = SampleImages(every_n_steps=1, num_inference_steps=2, guidance_scale=1.0)
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=1, logger=False, callbacks=[drawing], default_root_dir=tmp_path,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=1, callbacks=[drawing], default_root_dir=tmp_path)
     trainer.fit(module, DataLoader(samples, batch_size=3))
     first = (batch["video"][:, :, 0] + 1) * 127.5
     torch.testing.assert_close(drawing.conditions.float(), first, rtol=0, atol=0.51)

@@ -490,11 +490,7 @@ def test_trained_times_are_a_part_of_every_span(scheduler):
     bounds = Noise(min_timestep=200, max_timestep=600)
     every, some = (noise_schedule_of(getattr(diffusers, scheduler)(), n) for n in (Noise(), bounds))
     clean = torch.zeros(500, 1, 1, 1)
-    for span, part in (
-        (None, (200, 600)),
-        ((0, 400), (200, 400)),
-        ((400, math.inf), (400, 600)),
-    ):
+    for span, part in ((None, (200, 600)), ((0, 400), (200, 400)), ((400, math.inf), (400, 600))):
         found, expected = (
             schedule.corrupt(clean, torch.Generator().manual_seed(1), of)
             for schedule, of in ((some, span), (every, part))

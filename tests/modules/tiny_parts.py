@@ -1,5 +1,7 @@
 """Smallest parts of every kind a LatentDiffusion is made of, and a whole one."""
 
+from unittest import mock
+
 import diffusers
 import lightning as L
 import torch
@@ -119,6 +121,13 @@ def save_checkpoint(module, path, **further):
     checkpoint = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
     module.on_save_checkpoint(checkpoint)
     torch.save(checkpoint | further, path)
+
+
+def loss_of(module, batch, seed=0):
+    """The loss of a training step, without a trainer, in whose loop alone Lightning logs."""
+    torch.manual_seed(seed)
+    with mock.patch.object(module, "log"):
+        return module.training_step(batch, 0)
 
 
 def fit(module, batch, folder, steps=3, validation=None, **options):
