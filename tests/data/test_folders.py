@@ -125,13 +125,6 @@ def test_a_line_without_a_second_image_is_named(tmp_path):
         data.setup("fit")
 
 
-def test_a_folder_without_second_images_has_edges(tmp_path):
-    write_folder(tmp_path)
-    data = ImageFolderDataModule(tmp_path, resolution=16, condition="edges", num_workers=0)
-    data.setup("fit")
-    assert data.train_set[0]["condition"].shape == (3, 16, 16)
-
-
 def test_what_a_checkpoint_keeps_of_a_folder_is_plain(tmp_path):
     """History: a folder given as a Path made checkpoints that could not be read again."""
     assert ImageFolderDataModule(tmp_path).hparams.folder == str(tmp_path)

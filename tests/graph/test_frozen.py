@@ -338,17 +338,6 @@ def test_groups_give_the_same_bits_whoever_runs_them(split):
     assert all(torch.equal(joined[key], whole[key]) for key in whole)
 
 
-def test_a_run_goes_on_for_as_long_as_it_is_allowed():
-    root = Encoded()
-    with frozen_view(root, rows()) as view:
-        whole = view.whole(lambda: step(root, rows()), seed=3)
-        run, asked = view.start(lambda: step(root, rows()), seed=3), []
-        assert not run.advance_while(lambda name: asked.append(name) or len(asked) < 3)
-        assert len(asked) == 3
-        assert run.advance_while(lambda name: True)
-        assert all(torch.equal(run.results[key], whole[key]) for key in whole)
-
-
 class Reads(Tower):
     """Hidden states of a text encoder, as for SDXL; transformers collects them with hooks of its own."""
 

@@ -137,12 +137,11 @@ def test_kernels_of_gpus_are_not_tried_on_a_processor(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_checkpoint", [False, True])
-def test_a_cascade_is_drawn_by_the_command(is_checkpoint, capsys, monkeypatch, tmp_path):
+def test_a_cascade_is_drawn_by_the_command(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    module, path = tiny_cascade(), tmp_path / ("last.ckpt" if is_checkpoint else "folder")
-    save_checkpoint(module, path) if is_checkpoint else module.save_pretrained(path)
-    settings = [f"path={path}", "prompts=[a, b]", "num_inference_steps=2", "progress=false"]
+    module = tiny_cascade()
+    save_checkpoint(module, tmp_path / "last.ckpt")
+    settings = ["path=last.ckpt", "prompts=[a, b]", "num_inference_steps=2", "progress=false"]
     arguments = [*settings, "options={noise_level: 0.3}", "output=drawn"]
     code, _, err = call(capsys, monkeypatch, "sample", *arguments)
     assert not code, err
@@ -153,13 +152,8 @@ def test_a_cascade_is_drawn_by_the_command(is_checkpoint, capsys, monkeypatch, t
         assert (found == np.asarray(image)).all()
     monkeypatch.setattr(sampling, "on_ranks", lambda *_: pytest.fail("processes start"))
     for arguments, message in (
-        (
-            ["sampler=pipefusion"],
-            "sampler=pipefusion shares one denoiser, and a cascade samples with two",
-        ),
         (["sampler=distrifusion", "trainer.devices=2"], "sampler=distrifusion shares one denoiser"),
         (["options={noise_level: 3}"], "noise_level must be a number >= 0 and <= 1; got 3"),
-        (["height=8"], "CascadedDiffusion takes no 'height'"),
     ):
         code, _, err = call(capsys, monkeypatch, "sample", *settings, *arguments)
         assert code == 2

@@ -20,7 +20,7 @@ from lightning_diffpipe.graph.sizes import boundary_bytes
 from lightning_diffpipe.graph.step import take_samples
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling import measure, profiler, state, step_run
-from lightning_diffpipe.profiling.measure import LayerTimer, default_counts, measure_profile
+from lightning_diffpipe.profiling.measure import LayerTimer, measure_profile
 from lightning_diffpipe.profiling.profiler import in_precision
 from tests.profiling.toys import CpuClock, Toy, batch_of, toy
 
@@ -299,12 +299,6 @@ def test_a_batch_on_the_host_follows_its_module(monkeypatch):
     timer = profiler.profile(module, batch_of(8))
     assert {timer.place, timer.batch["x"].device} == {torch.device("meta")}
     assert timer.graph.path_names == toy()[3].path_names
-
-
-def test_default_counts_reach_half_of_the_batch():
-    assert default_counts(None) == (1,)
-    assert default_counts(3) == (1,)
-    assert default_counts(64) == (1, 2, 4, 8, 16)
 
 
 def test_take_samples_cuts_what_counts_samples():
