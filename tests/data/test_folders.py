@@ -130,12 +130,6 @@ def test_what_a_checkpoint_keeps_of_a_folder_is_plain(tmp_path):
     assert ImageFolderDataModule(tmp_path).hparams.folder == str(tmp_path)
 
 
-def test_squares_are_cut_from_the_middle():
-    image = Image.new("RGB", (30, 10))
-    image.paste((255, 255, 255), (10, 0, 20, 10))
-    assert torch.equal(to_pixels(image, Crop(10, 10)), torch.ones(3, 10, 10))
-
-
 def photograph(**options):
     """What a camera on its side keeps: the upper half of the scene, white, lies on the left."""
     image = Image.new("RGB", (20, 20))
@@ -263,19 +257,6 @@ def test_shards_may_have_second_images(tmp_path):
         list(data.val_dataloader())
     made = next(iter(data_of(str(tmp_path / "0.tar"), condition="edges").train_dataloader()))
     assert made["condition"].max() < 1e-6  # images of one colour
-
-
-def test_photographs_of_shards_stand_upright(tmp_path):
-    """History: see `test_photographs_stand_upright`."""
-    forms = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
-    files = {}
-    for key, form in forms.items():
-        files |= {f"{form}.{key}": photograph(format=form), f"{form}.txt": b"a"}
-    write_shard(tmp_path / "0.tar", files)
-    path = str(tmp_path / "0.tar")
-    data = data_of(path, validation_shards=path, resolution=20, batch_size=3)
-    (batch,) = data.val_dataloader()
-    assert [upright(image) for image in batch["image"]] == [True] * 3
 
 
 @pytest.mark.slow

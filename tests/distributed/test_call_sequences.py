@@ -10,6 +10,7 @@ import array
 import contextlib
 import ctypes
 import itertools
+import operator
 import random
 import re
 import sys
@@ -585,36 +586,26 @@ class Counting(nn.Sequential):
         self.list = [torch.zeros(())]
 
     def count(self, where):
+        def added(owner, name):
+            setattr(owner, name, operator.iadd(getattr(owner, name, 0), 1))
+            return getattr(owner, name)
+
         if where == "seen":
             self.seen["steps"] += 1
-        elif where == "Counting.of_class":
-            Counting.of_class += 1
-        elif where == "share":
-            self.share += 1
-        elif where == "place":
-            self.place.steps += 1
-        elif where == "array":
-            self.array += 1
         elif where == "list":
             self.list[0] += 1
-        elif where == "slots":
-            self.slots.n += 1
         elif where == "memory":
             self.memory.append(0)
-        elif where == "number of C":
-            self.of_c.value += 1
-        elif where == "steps":
-            self.steps = getattr(self, "steps", 0) + 1
         return {
-            "seen": lambda: self.seen["steps"], "Counting.of_class": lambda: Counting.of_class,
-            "share": lambda: int(self.share), "place": lambda: self.place.steps,
-            "numbers": lambda: next(self.numbers), "steps": lambda: self.steps,
-            "array": lambda: int(self.array[0]), "list": lambda: self.list[0].clone(),
-            "slots": lambda: self.slots.n, "counts": lambda: next(self.counts),
+            "seen": lambda: self.seen["steps"], "Counting.of_class": lambda: added(Counting, "of_class"),
+            "share": lambda: int(added(self, "share")), "place": lambda: added(self.place, "steps"),
+            "numbers": lambda: next(self.numbers), "steps": lambda: added(self, "steps"),
+            "array": lambda: int(added(self, "array")[0]), "list": lambda: self.list[0].clone(),
+            "slots": lambda: added(self.slots, "n"), "counts": lambda: next(self.counts),
             "listed": lambda: next(self.listed), "pairs": lambda: next(self.pairs)[0],
             f"{__name__}.NUMBERS": lambda: next(NUMBERS), "closed": lambda: self.closed(),
             "cell": lambda: self.cell(), "memory": lambda: len(self.memory),
-            "number of C": lambda: self.of_c.value, "nothing": lambda: 1,
+            "number of C": lambda: added(self.of_c, "value"), "nothing": lambda: 1,
             "clock": lambda: 1 + 1e4 * time.perf_counter() % 1,  # in float32, too, another at once
         }[where]()  # fmt: skip
 

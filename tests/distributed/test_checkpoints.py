@@ -546,12 +546,3 @@ def test_training_goes_on_in_the_middle_of_an_epoch(tmp_path, kind, num_workers)
         torch.testing.assert_close(own_weights, weights)
         assert seen_again == seen[8:]
         assert all(torch.equal(weights_again[name], own_weights[name]) for name in weights)
-
-
-def test_an_epoch_goes_on_on_other_ranks(tmp_path):
-    path = tmp_path / "half.ckpt"
-    (((seen, weights), _),) = run_ranks(interrupted, 1, 1, "glyphs", tmp_path, 0, path)
-    resumed = run_ranks(train_on_images, 2, 2, "glyphs", tmp_path, 0, None, path)
-    for seen_again, weights_again in resumed:
-        assert seen_again == seen[8:]
-        torch.testing.assert_close(weights_again, weights)

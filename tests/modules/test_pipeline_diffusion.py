@@ -18,7 +18,7 @@ from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.modules import Lora, Noise, PipelineDiffusion
 from tests.graph.emulate import check_stages, emulate, reference, relative_error
 from tests.graph.steps import step as plain_step
-from tests.modules.tiny_parts import fit, loss_of, tiny_unet
+from tests.modules.tiny_parts import fit, loss_of, perturb_adapters, tiny_unet
 from tests.predictor import tiny_pipelines as tiny
 from tests.rows import row
 from tests.zoo.pipelines import PIPELINES, build
@@ -409,10 +409,7 @@ def test_adapters_of_both_experts_open_in_diffusers(expert, tmp_path):
     adapted = module_of(
         "wan_experts", tmp_path / "parts", lora=Lora(rank=2, alpha=6), expert=expert
     )
-    with torch.no_grad():
-        for n, p in adapted.named_parameters():
-            if ".lora_B" in n:
-                p.normal_(std=0.3)
+    perturb_adapters(adapted)
     adapted.save_lora(tmp_path / "lora")
     plain = module_of("wan_experts", tmp_path / "again").pipeline
     options = {"output_type": "pt", "num_inference_steps": 3, **tiny.options_of("wan")}
@@ -993,10 +990,7 @@ def test_adapters_are_trained_and_open_in_diffusers(name, tmp_path):
     assert trained
     assert all(".lora_" in n and n.startswith(module.step.denoiser) for n in trained)
     tiny.build(name, tmp_path / "again").save_pretrained(tmp_path / "base")
-    with torch.no_grad():
-        for n, p in module.named_parameters():
-            if ".lora_B" in n:
-                p.normal_(std=0.3)
+    perturb_adapters(module)
     module.save_lora(tmp_path / "lora")
     plain = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "base")
     plain.set_progress_bar_config(disable=True)

@@ -123,6 +123,13 @@ def save_checkpoint(module, path, **further):
     torch.save(checkpoint | further, path)
 
 
+def perturb_adapters(module):
+    """Moves the adapters of LoRA from zero, with which they begin."""
+    for name, weight in module.named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+
+
 def loss_of(module, batch, seed=0):
     """The loss of a training step, without a trainer, in whose loop alone Lightning logs."""
     torch.manual_seed(seed)

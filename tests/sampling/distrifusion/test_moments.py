@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,13 +44,6 @@ def test_moments_of_bands_combine_to_those_of_the_image(seed, offset):
     whole, found = moments_of(x, 3), combined(of_bands(x), SHARES)
     assert torch.allclose(found[0], whole[0], rtol=1e-8)
     assert torch.allclose(found[1], whole[1], rtol=1e-12)
-
-
-def test_normalised_is_group_norm():
-    x = image(0)
-    weight, bias = torch.randn(6).double(), torch.randn(6).double()
-    found = normalised(x, 3, moments_of(x, 3), weight, bias, 1e-5)
-    assert torch.allclose(found, F.group_norm(x, 3, weight, bias, 1e-5), atol=1e-12)
 
 
 def test_half_precision_is_computed_in_float32():
