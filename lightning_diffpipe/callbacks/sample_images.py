@@ -30,7 +30,6 @@ import lightning as L
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import DiffusionPipeline
 from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
 from torch import Tensor, nn
@@ -136,8 +135,11 @@ class SamplingCallback(L.Callback):
                 f"{type(module).__name__}.sample does not take what {type(self).__name__} gives it with "
                 f"call={self.call}: {error}"
             ) from None
-        if isinstance(pipeline := getattr(module, "pipeline", None), DiffusionPipeline):
-            refuse_unknown(pipeline, self.call)
+        if (pipeline := getattr(module, "pipeline", None)) is not None:
+            from diffusers import DiffusionPipeline  # seconds, for modules that have one
+
+            if isinstance(pipeline, DiffusionPipeline):
+                refuse_unknown(pipeline, self.call)
 
     def _settings(self, seed: int) -> dict[str, Any]:
         return dict(
