@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel
 
 from lightning_diffpipe import coroutine
 from lightning_diffpipe.coroutine import Coroutine
@@ -23,6 +22,7 @@ from lightning_diffpipe.graph.probe import fold, probe
 from lightning_diffpipe.graph.view import StageView
 from tests.graph.emulate import foreign_parameters_nan, intercepted, take_gradients
 from tests.graph.steps import Block, Tower, build, image_batch, rows, step
+from tests.modules.tiny_parts import tiny_clip
 from tests.zoo import in_double
 
 
@@ -345,9 +345,8 @@ class Reads(Tower):
 
     def __init__(self):
         super().__init__()
-        sizes = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2}
-        config = CLIPTextConfig(vocab_size=20, num_hidden_layers=3, eos_token_id=2, **sizes)
-        self.encoder = CLIPTextModel(config).requires_grad_(False).eval()
+        encoder = tiny_clip(intermediate_size=8, vocab_size=20, num_hidden_layers=3, eos_token_id=2)
+        self.encoder = encoder.requires_grad_(False).eval()
 
     def training_step(self, batch, batch_idx):
         states = self.encoder(batch, output_hidden_states=True).hidden_states
