@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.graph.trial import untouched
+from tests.distributed.scenarios import quiet_trainer
 
 STEPS, FIRST = 6, 3
 
@@ -50,12 +51,7 @@ class Deep(L.LightningModule):
 
 def calls_of_a_step(depth, strategy, batch_size=2):
     counted = Counted()
-    quiet = dict.fromkeys(
-        ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False
-    )
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=STEPS, strategy=strategy, callbacks=[counted], **quiet
-    )  # fmt: skip
+    trainer = quiet_trainer(devices=1, max_steps=STEPS, strategy=strategy, callbacks=[counted])
     trainer.fit(Deep(depth), DataLoader(torch.randn(batch_size * STEPS, 4), batch_size))
     return counted.calls / (STEPS - FIRST)
 
