@@ -13,7 +13,7 @@ import contextlib
 import sys
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,17 +113,7 @@ def checked(
     Raises:
         CheckpointError: It is not there, is empty, cut short, or no such checkpoint; a line with the remedy.
     """
-    require_file(path)
-    try:
-        with safe_globals(types_of_hydra_configs()):
-            if is_sharded(path):
-                checkpoint = read_shards(path, weights_only, wanted=lambda _: False)
-            else:
-                checkpoint = torch.load(
-                    path, map_location="cpu", mmap=True, weights_only=weights_only
-                )
-    except Exception as error:  # torch raises errors of many types
-        raise unreadable(path, error) from error
+    checkpoint = mapped(path, weights_only, wanted=lambda _: False)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no 'state_dict'")
     missing = [key for key in _STATES if key not in checkpoint]
@@ -133,6 +123,18 @@ def checked(
             "from it; load the weights into the module, and begin without ckpt_path"
         )
     return checkpoint
+
+
+def mapped(path: str | Path, weights_only: bool | None, wanted: Callable[[str], bool]) -> Any:
+    """Maps a checkpoint into memory: tensors of a file are read when used, `wanted` ones of shards now."""
+    require_file(path)
+    try:
+        with safe_globals(types_of_hydra_configs()):
+            if is_sharded(path):
+                return read_shards(path, weights_only, wanted)
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except Exception as error:  # torch raises errors of many types
+        raise unreadable(path, error) from error
 
 
 def require_file(path: str | Path) -> None:

@@ -204,7 +204,6 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _put(folder: Path, path: Path) -> None:
-    """Moves a folder to its place."""
     before = unfinished_path(path)
     if path.is_symlink() or path.is_file():
         path.unlink()
@@ -240,7 +239,6 @@ def _keys(path: pytree.KeyPath) -> tuple[Any, ...]:
 
 
 def _referenced(value: Any) -> list[str]:
-    """Returns the names of tensors in a value."""
     names = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, str))
     return [n.removeprefix(_REFERENCE) for n in names if n.startswith(_REFERENCE)]
 

@@ -342,7 +342,6 @@ class _OutputsApart:
         self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the block."""
         outputs = self._forward(*args, **kwargs)
         if not torch.compiler.is_compiling():
             return outputs
@@ -369,31 +368,23 @@ def dequantize(part: nn.Module) -> None:
 
 
 def _in_4_bits(quant_type: str = "nf4", double: bool = True) -> Quantization:
+    def num_bytes(weight: Tensor) -> int:
+        scales = math.ceil(weight.numel() / _BLOCK)
+        # The 16 levels, and where scales are quantized, theirs and the mean of the scales, in single precision.
+        nested = scales + 4 * math.ceil(scales / _NESTED_BLOCK) + 4 * 256 + 4
+        return math.ceil(weight.numel() / 2) + 4 * 16 + (nested if double else 4 * scales)
+
     how = {"quant_type": quant_type, "compress_statistics": double}
-    return Quantization(partial(Weight4Bit.of, **how), partial(_bytes_in_4_bits, double=double))
-
-
-def _bytes_in_4_bits(weight: Tensor, double: bool) -> int:
-    scales = math.ceil(weight.numel() / _BLOCK)
-    # The 16 levels, and where scales are quantized, theirs and the mean of the scales, in single precision.
-    nested = scales + 4 * math.ceil(scales / _NESTED_BLOCK) + 4 * 256 + 4
-    return math.ceil(weight.numel() / 2) + 4 * 16 + (nested if double else 4 * scales)
+    return Quantization(partial(Weight4Bit.of, **how), num_bytes)
 
 
 def _in_8_bits(name: str, row_bytes: int) -> Quantization:
-    return Quantization(
-        partial(_by_torchao, name=name), partial(_bytes_in_8_bits, row_bytes=row_bytes)
-    )
+    def quantize(weight: Tensor) -> Tensor:
+        import torchao.quantization
 
+        return TorchaoWeight.of(weight, getattr(torchao.quantization, name)())
 
-def _by_torchao(weight: Tensor, name: str) -> Tensor:
-    import torchao.quantization
-
-    return TorchaoWeight.of(weight, getattr(torchao.quantization, name)())
-
-
-def _bytes_in_8_bits(weight: Tensor, row_bytes: int) -> int:
-    return weight.numel() + row_bytes * weight.shape[0]
+    return Quantization(quantize, lambda weight: weight.numel() + row_bytes * weight.shape[0])
 
 
 _NAMED = {

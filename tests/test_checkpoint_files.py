@@ -9,11 +9,13 @@ import fsspec
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from omegaconf import OmegaConf
 
 from lightning_diffpipe import DiffPipeStrategy, files
 from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.checkpoint_files import WholeFiles, newest
 from lightning_diffpipe.errors import CheckpointError, MissingCheckpointError
+from lightning_diffpipe.modules.parts import read_checkpoint
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data
 
@@ -280,3 +282,11 @@ def test_addresses_that_cannot_be_read_are_refused_before_planning(
     monkeypatch.setattr(DiffPipeStrategy, "setup_environment", lambda self: pytest.fail("began"))
     with pytest.raises(CheckpointError, match=reason):
         train(tmp_path, 2, ckpt_path=path)
+
+
+def test_parts_are_read_beside_a_config_of_hydra(tmp_path):
+    """A module may keep one among its hyperparameters; reading it trusts nobody."""
+    settings = OmegaConf.create({"sizes": [1, 2]})
+    checkpoint = {"state_dict": {}, "diffpipe_parts": {}, "hyper_parameters": {"cfg": settings}}
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+    assert read_checkpoint(tmp_path / "a.ckpt")["hyper_parameters"]["cfg"] == settings

@@ -63,16 +63,6 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
     return [*settings, *flags]
 
 
-@raised_by_all()
-def _refuse_sweep(arguments: Sequence[str]) -> None:
-    """Raises ConfigurationError for Hydra's sweeps: Lightning starts processes, which would begin them again."""
-    if not {"-m", "--multirun"}.isdisjoint(arguments):
-        raise ConfigurationError(
-            "--multirun begins a sweep in this one process; write a loop of the shell, for example: "
-            "for lr in 1e-3 1e-4; do diffpipe train model.optimization.lr=$lr; done"
-        )
-
-
 def _run(name: str, arguments: Sequence[str]) -> None:
     """Lets Hydra compose the config of one verb from its arguments, and runs the verb."""
     _, function = VERBS[name]
@@ -100,7 +90,12 @@ def _run(name: str, arguments: Sequence[str]) -> None:
 
     quiet = ["hydra.output_subdir=null"] if own_rank() else []
     sys.argv = [whole[0], *quiet, *_named(name, arguments)]
-    _refuse_sweep(arguments)
+    if not {"-m", "--multirun"}.isdisjoint(arguments):
+        with raised_by_all():
+            raise ConfigurationError(
+                "--multirun begins a sweep in this one process; write a loop of the shell, for example: "
+                "for lr in 1e-3 1e-4; do diffpipe train model.optimization.lr=$lr; done"
+            )
     try:
         _call(name, task)
     except OSError as error:
@@ -169,7 +164,6 @@ def _expected(name: str) -> DictConfig:
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:
-    """Returns the settings of a verb alone."""
     return OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
 
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_diffpipe.cli.launch import module_of, num_ranks_of, on_ranks, prepare
 from lightning_diffpipe.cli.values import file_errors, named, plain, require_writable, verb
-from lightning_diffpipe.errors import ConfigurationError, require_number
+from lightning_diffpipe.errors import ConfigurationError, require_choice, require_number
 
 _PATIENCE = timedelta(seconds=120)
 
@@ -189,8 +189,7 @@ def show(config: DictConfig) -> None:
 
     values = plain(config)
     form, output = values["as"], values["output"]
-    if form not in ("report", "timeline", "trace", "image"):
-        raise ConfigurationError(f"as={form!r}; choose report, timeline, trace or image")
+    require_choice("as", form, ("report", "timeline", "trace", "image"))
     if (output is None) == (form in ("trace", "image")):
         hint = "is a file: add output=FILE" if output is None else "is printed: leave out output"
         raise ConfigurationError(f"as={form} {hint}")

@@ -292,7 +292,6 @@ def _write_sampled(sampled: Any, values: dict[str, Any], folder: Path) -> list[s
 
 
 def _write(sampled: Any, path: Path, fps: int) -> None:
-    """Writes an image, the frames of a video, an array or a tensor, as the ending of the file says."""
     import numpy as np
 
     if path.suffix == ".npy":

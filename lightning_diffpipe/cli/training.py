@@ -141,7 +141,6 @@ def _require_checkpoint(config: DictConfig) -> None:
 
 
 def _checkpoint_folders(config: DictConfig) -> list[Path]:
-    """Returns the folders into which callbacks of a config save."""
     if not config.trainer.enable_checkpointing:
         return []
     nodes = list(_nodes(config, "callbacks"))

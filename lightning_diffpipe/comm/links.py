@@ -345,7 +345,6 @@ class ProcessLinks(Links):
         return dict(incoming)
 
     def _hold(self, work: dist.Work, buffers: Sequence[Tensor]) -> None:
-        """Keeps buffers until they have been sent."""
         self._held.append((work, buffers))
         while self._held and self._held[0][0].is_completed():
             self._await(self._held.popleft()[0], "a sent message", None)

@@ -86,7 +86,6 @@ class Mesh:
     """This rank's place in the layout, with the process groups it belongs to.
 
     Attributes:
-        backend: `"gloo"` or `"nccl"`.
         timeout_s: Limit of a wait inside a step, in seconds.
         control: Gloo group of this pipeline's ranks, with that limit.
         transfers: Gloo group of the same ranks, with the limit `patience_s`: for weights, and between two steps.

@@ -83,8 +83,6 @@ class Status:
     """The status of a rank, as it says itself, or another rank says of it once it is lost.
 
     Attributes:
-        rank: Number of the rank.
-        phase: Name of its present work.
         state: "left" if it said so before its process ended, "ended" if it did not, "silent" if it stopped sending.
         run: Number of its run; a user may catch a failure, and begin another run.
         failure: Reason why the rank was lost, or ends its run; empty if it does not.
@@ -95,7 +93,6 @@ class Status:
         refuses: Whether it raised an error in this turn, which it will send to the others.
         waits: Whether it has been in one wait for other ranks for as long as a rank may be silent.
         process: Name of its process among those of all hosts (`_process`).
-        parent: Name of the process that has started it.
     """
 
     rank: int = 0
@@ -148,8 +145,6 @@ class Watcher:
     """This process's view of all ranks; one per process.
 
     Attributes:
-        status: Status of this rank.
-        num_ranks: Number of ranks that are connected, or will be.
         children: Processes of other ranks that this one has started, by rank.
         at_sigterm: "ignore" if the handler of SIGTERM is not ours, "stop" if it ends the run, "agree" if it waits
             for the other ranks.
@@ -573,7 +568,6 @@ class Watcher:
                 self._end(f"{self._here} cannot watch the other ranks: {error!r}", 1)
 
     def _hear(self, source: Any) -> None:
-        """Reads from one of the sockets that are ready."""
         if source is self._woken:
             if signal.SIGTERM in self._woken.recv(64) and self.at_sigterm != "ignore":
                 self._signal_phase = self._signal_phase or self.phase

@@ -100,7 +100,6 @@ class BucketBatches(Sampler[list[int]]):
 
     Attributes:
         buckets: Places of the samples of each bucket.
-        batch_size: Samples of a batch.
         last: Treatment of a bucket's last batch if it is incomplete: it is `"filled"` with samples of the bucket
             again, `"dropped"`, or is `"smaller"`.
         shuffle: Whether samples and batches come in a random order, by the global generator, or as they are given.

@@ -94,8 +94,6 @@ class FolderSamples(Dataset[Sample]):
     """Images or videos of folders.
 
     Attributes:
-        entries: Images or videos.
-        shapes: Shape of each sample.
         augmentation: Random crops, mirroring and captions.
         background: Colour that shows where images are transparent.
         alpha: Whether the alpha channel is the mask.

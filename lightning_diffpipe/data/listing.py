@@ -42,8 +42,6 @@ class Entry(NamedTuple):
     """An image or video, its caption, its companion files by kind, and its origin for messages.
 
     Attributes:
-        path: Path of the image.
-        caption: Caption as it is written.
         companions: Files of a `"condition"`, a `"mask"` and the first, second, ... of `"references"` (in a tuple),
             as far as they are asked for.
         where: The listing and line, or the file of the caption, for messages.
@@ -66,7 +64,6 @@ class Listing:
     """Reads the listing of a folder.
 
     Attributes:
-        folder: Folder of the images.
         caption_key: Key, or column, of the caption.
         companions: Keys of files next to each image, by kind: `{"mask": "masks"}`.
         has_videos: Whether to list videos, files or folders, too.
@@ -81,9 +78,6 @@ class Listing:
 
     def read(self, on_error: str) -> tuple[list[Entry], list[DataError]]:
         """Reads all entries.
-
-        Args:
-            on_error: `"skip"` leaves out images that cannot be used.
 
         Returns:
             The entries, and what is wrong with those left out.
@@ -280,7 +274,6 @@ def _shows(path: Path) -> bool:
 
 
 def _stem(path: Path) -> str:
-    """Returns the name of a file without its ending."""
     return _nfc(path.stem)
 
 

@@ -331,7 +331,6 @@ class Carried(NamedTuple):
     """State that a step reads in its next run.
 
     Attributes:
-        names: The attributes that hold it, as far as they are known.
         is_restored: Runs that shall leave no trace put it back.
     """
 
@@ -344,8 +343,6 @@ class CallSequences:
     """The call sequences of a step in some trials, the longest first, which calls all layers.
 
     Attributes:
-        shares: Frequencies.
-        names: The layers that each calls.
         is_shared: All microbatches of a batch had the same.
         throws_coins: The step read something that may have been a coin, for each microbatch by itself.
         by_reads: Some call the same layers, and read other things between them.

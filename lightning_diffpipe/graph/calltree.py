@@ -204,7 +204,6 @@ class CallNode:
     """One module call with the calls inside it.
 
     Attributes:
-        cost: Cost in FLOPs, with the calls inside.
         depth: Autograd functions of the model's own around it.
         is_whole: Such a function calls modules inside it, so that it cannot be expanded.
         num_transforms: Function transforms (`torch.func.jvp`) around it.

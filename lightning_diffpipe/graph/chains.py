@@ -85,7 +85,6 @@ def _starts(graph: LayerGraph) -> tuple[int, ...]:
 
 
 def _why_connected(graph: LayerGraph) -> str:
-    """Returns what connects layers of different modules, or what is frozen."""
     path = set(graph.path)
     for layer in (graph.layers[i] for i in graph.path):
         for maker in sorted(layer.deps & path):

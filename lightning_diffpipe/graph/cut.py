@@ -76,7 +76,6 @@ class Cut:
 
     Attributes:
         positions: Cuts of the path: stage s starts at position `positions[s - 1]` of the path.
-        frozen: The frozen layers, as if they were a stage of their own.
     """
 
     positions: tuple[int, ...]

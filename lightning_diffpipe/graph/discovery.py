@@ -124,8 +124,6 @@ class StepProbe:
     """One step on one batch, run again and again until the choice of layers holds.
 
     Attributes:
-        module: Module the step is run on: the real one, or a fake copy of it.
-        batch: A microbatch, fake if the module is.
         batch_spec: Structure of a larger batch, if it is known.
         mode: `LayerGraph.mode` of the graph.
         fake_mode: The mode of fake tensors, None for real ones.
@@ -298,7 +296,6 @@ class StepProbe:
         raise LayerLeakError(tracer.records[layer].name, reader)
 
     def _new(self, batch: Any) -> Any:
-        """Returns a copy of a batch for one run, which may change it."""
         if self.fake_mode is not None:
             return fresh(fake_batch(batch, self.fake_mode))
         return fresh(pytree.tree_map_only(Tensor, torch.clone, batch))

@@ -120,7 +120,6 @@ class Layer:
     """One call of a chosen module.
 
     Attributes:
-        name: Qualified name of the module.
         reads: Tensors read by it, directly or through the glue that feeds it.
         parameters: Names of the parameters read by it or by the glue that feeds it.
         cost_flops: Forward cost: FLOPs of matrix products, elements written by all else.
@@ -216,7 +215,6 @@ class LayerGraph:
 
     Attributes:
         tail_reads: Tensors read by the loss, by what is logged and by other results; likewise `tail_parameters`.
-        trained: Parameters that get a gradient from the loss.
         fine_names: Module of every layer of the fine graph, in call order: the granularity at which random streams
             are seeded and frozen work can pause. Equal to `layer_names` before folding.
         seeded: Modules of the fine graph that get a private random stream.
@@ -243,7 +241,6 @@ class LayerGraph:
             gradients.
         batch_writes: Tensors of the batch that the step writes in place, as `pytree.keystr` tells their places.
         batch_spec: Parts of the planned batch that have one entry per sample, or the module's own way to cut it.
-        weighted: The step returns a weight besides its loss.
         call_results: Results of equal modules, for runs before training; see `repeats`.
     """
 

@@ -45,12 +45,8 @@ class ProbedStep:
     Attributes:
         module: The whole module, on the host, equal on all ranks.
         step: Module and batch to loss.
-        batch: One pipeline's batch, on the host.
-        small: The batch the graph was probed with.
-        graph: The layers.
         sequences: Call sequences of the step; the graph is that of the widest.
         chains: Backbones that know nothing of each other.
-        num_samples: Samples of the batch.
         least_samples: Samples that each microbatch must have.
     """
 

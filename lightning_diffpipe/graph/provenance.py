@@ -127,7 +127,6 @@ class Provenance(TorchDispatchMode):
         current: The layer being executed, None in glue.
         control: Tags that Python control flow may depend on from now on.
         generators: Those of its own that the step samples from.
-        hooks: Gradient hooks that glue has put on tensors.
         batch_writes: Tensors of the batch that were written, as `pytree.keystr` tells their places.
     """
 

@@ -141,13 +141,13 @@ class GeneratorDraws:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._host = {name: _state_of(g) for name, g in _reached(root).items() if _is_host(g)}
-        self._used: list[weakref.ref[torch.Generator]] = []
+        self._used = weakref.WeakSet[torch.Generator]()
 
     def note(self, arguments: Iterable[Any]) -> None:
         """Notes generators among the arguments of a function of torch (operators see copies of them)."""
         for value in arguments:
             if isinstance(value, torch.Generator) and not rng.is_global(value):
-                self._used.append(weakref.ref(value))
+                self._used.add(value)
 
     def found(self) -> frozenset[str]:
         """Returns, when the step has ended, where the generators are that it sampled from."""
@@ -157,18 +157,15 @@ class GeneratorDraws:
             for name, before in self._host.items()
             if name in generators and _state_of(generators[name]) != before
         }
-        used = {id(generator) for generator in self._alive()}
+        used = set(map(id, self._used))
         named = {name for name, generator in generators.items() if id(generator) in used}
         elsewhere = used - {id(generators[name]) for name in named}
         if elsewhere:
             del generators
             gc.collect()  # made in the step, it may wait in a cycle
-            if elsewhere & {id(generator) for generator in self._alive()}:
+            if elsewhere & set(map(id, self._used)):
                 named.add("a torch.Generator kept outside of the module")
         return frozenset(names | named)
-
-    def _alive(self) -> list[torch.Generator]:
-        return [generator for ref in self._used if (generator := ref()) is not None]
 
 
 _NEVER = {*SHARED_ATTRIBUTES, *vars(nn.Module())}  # where no generators are, thousands of times
@@ -271,9 +268,6 @@ class AttributeWrites:
     Args:
         between: Callback: whether the code that runs now is between layers of the fine graph.
         inside: Callback: whether it is inside of a layer, which may hold several of the fine graph.
-
-    Attributes:
-        num_set: Number of times something was set.
     """
 
     def __init__(
@@ -411,7 +405,6 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _owner(root: nn.Module, name: str) -> Any:
-    """Returns the module or the parameter of a name."""
     parent, _, last = name.rpartition(".")
     module = root.get_submodule(parent)
     parameter = module._parameters.get(last)

@@ -127,9 +127,6 @@ class Tracer:
         known: Tells the layers of the fine graph, to be counted inside folded ones, and which of them sample random
             numbers; None: these are the finest, and that is to be found out.
         watched: Modules whose calls are recorded besides.
-
-    Attributes:
-        names: The modules that were called, in order.
     """
 
     def __init__(

@@ -225,7 +225,6 @@ def _is_iterator(kind: type) -> bool:
 
 
 def _copied(holder: Any) -> Any:
-    """Returns a copy of a container."""
     if not holder:
         return ()  # without memory of its own: most of a module's are empty
     return holder.copy() if type(holder) in {*_CONTAINERS, _Places} else dict(holder)

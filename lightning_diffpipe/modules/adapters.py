@@ -197,10 +197,6 @@ def stored_name(part: str, key: str) -> str:
     Those of U-Nets are diffusers' from before peft, and encoders of prompts have `text_model`, as transformers had
     it before its release 5: ComfyUI maps no others.
 
-    Args:
-        part: Name of the part in its pipeline.
-        key: Key of the weight in the part, as peft has it.
-
     Example:
         >>> stored_name("unet", "mid_block.attn1.to_out.0.lora_B.weight")
         'unet.mid_block.attn1.processor.to_out_lora.up.weight'

@@ -285,7 +285,6 @@ class DAdaptAdam(Optimizer):
         return {"d": max(d, min(estimate, d * group["growth_rate"])), "d_numerator": numerator}
 
     def _update(self, group: Mapping[str, Any], p: Tensor, rate: float) -> None:
-        """Updates a parameter, after weight decay."""
         state = self.state[p]
         p.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-1)
 

@@ -47,7 +47,6 @@ class PartOutline:
     """A part without its weights.
 
     Attributes:
-        cls: Its class.
         config: Its config, as stored: without default values of the class. Empty for parts of transformers.
     """
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -33,13 +32,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 import lightning_diffpipe
-from lightning_diffpipe.checkpoint_files import require_file, unreadable
-from lightning_diffpipe.checkpoint_shards import (
-    consolidated,
-    is_optimizer_state,
-    is_sharded,
-    read_shards,
-)
+from lightning_diffpipe.checkpoint_files import mapped
+from lightning_diffpipe.checkpoint_shards import consolidated, is_optimizer_state
 from lightning_diffpipe.comm.mesh import is_first_process
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, raised_by_all
 from lightning_diffpipe.files import write_atomically
@@ -379,12 +373,7 @@ class PartsModule(L.LightningModule):
                 module.training = mode
 
     def sampling_call(self, prompts: Sequence[str], **settings: Any) -> PipelineCall:
-        """Returns the call of `sample`, for samplers that run its loop step by step.
-
-        Args:
-            prompts: Texts, one for each image.
-            settings: Further arguments of `sample`.
-        """
+        """Returns the call of `sample`, for samplers that run its loop step by step."""
         parts = {**self.parts, "scheduler": self.scheduler}
         arguments = {"prompts": list(prompts), **settings}
         return PipelineCall(self, "sample", arguments, parts, tuple(parts), self.device)
@@ -653,16 +642,8 @@ def read_checkpoint(path: str | Path, wanted: str = "PartsModule") -> dict[str, 
     Raises:
         CheckpointError: There is no such file, or it is no checkpoint of such a module.
     """
-    require_file(path)
-    try:
-        checkpoint: dict[str, Any]
-        if is_sharded(path):
-            checkpoint = read_shards(path, True, wanted=lambda name: not is_optimizer_state(name))
-        else:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            checkpoint = consolidated(checkpoint)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise unreadable(path, error) from error
+    checkpoint = mapped(path, True, wanted=lambda name: not is_optimizer_state(name))
+    checkpoint = consolidated(checkpoint) if isinstance(checkpoint, dict) else {}
     if _FILES_KEY not in checkpoint:
         raise CheckpointError(
             f"{path} holds no configs of its parts ({_FILES_KEY!r}); it was not written by a "

@@ -82,11 +82,6 @@ class Bounds:
         return self.work_s + self.model.encode_s(share, self.group_size or self.shape.sizes[0])
 
     @cached_property
-    def _start_s(self) -> tuple[float, ...]:
-        """Returns for each layer the earliest time at which a microbatch can reach it."""
-        return self.model.sums(self.shape.sizes[-1]).forward
-
-    @cached_property
     def _end_s(self) -> tuple[float, ...]:
         """Returns for each layer the shortest time from there back to the first layer."""
         if self.shape.spec.splits_backward or self.model.is_folded:
@@ -107,16 +102,11 @@ class Bounds:
         self, first: int, replicas: int, back_s: float = 0.0
     ) -> Callable[[int], float]:
         """Returns `stage_s` for a given first layer, as a function of where the stage stops."""
-        work, gradient_bytes = self._work_s(replicas), self._gradient_bytes
-        group = replicas * self.shape.num_pipelines
-        if back_s and self.shape.spec.splits_backward:
-            back_s = 0.0
-        start_s, end_s, done_s = (
-            self.frozen_s + self._start_s[first],
-            self._end_s[first],
-            work[first],
-        )
-        end_s += back_s
+        work, gradient_bytes = self._work_s(replicas), self.model.byte_sums("gradient_bytes")
+        group, done_s = replicas * self.shape.num_pipelines, work[first]
+        # The earliest time at which a microbatch can reach the layer.
+        start_s = self.frozen_s + self.model.sums(self.shape.sizes[-1]).forward[first]
+        end_s = self._end_s[first] + (0.0 if self.shape.spec.splits_backward else back_s)
         if group == 1:
             return lambda stop: start_s + work[stop] - done_s + max(end_s, 0.0)
         cluster = self.model.cluster
@@ -165,10 +155,6 @@ class Bounds:
     @cached_property
     def _placement(self) -> Placement | None:
         return self.shape.placement() if self.shape.spec.place else None
-
-    @cached_property
-    def _gradient_bytes(self) -> tuple[int, ...]:
-        return self.model.byte_sums("gradient_bytes")
 
     def reach(self, first: int, replicas: int, later_ranks: int, limit_s: float) -> int:
         """Returns how far a stage from `first` on can reach to be bound by `limit_s`, and to fit into memory.

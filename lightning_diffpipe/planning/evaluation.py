@@ -605,6 +605,5 @@ def preference(plan: PipelinePlan) -> float:
 
 
 def _no_bubble_limit_s(timeline: Timeline) -> float:
-    """Divides all work by all ranks."""
     computed = (span for span in timeline.spans if isinstance(span.instruction, Compute))
     return sum(span.duration_s for span in computed) / timeline.num_ranks

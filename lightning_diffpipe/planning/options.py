@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, require_choice, require_flags
 from lightning_diffpipe.planning.codec import LARGEST, Node
 from lightning_diffpipe.planning.schedule import ScheduleSpec
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
@@ -85,17 +85,10 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         self._check_count("global_batch_size", self.global_batch_size, auto=False)
-        for name in (
-            "num_stages",
-            "num_microbatches",
-            "data_parallel",
-            "frozen_group_size",
-            "encoding_ranks",
-        ):
+        counts = ("num_stages", "num_microbatches", "data_parallel", "frozen_group_size")
+        for name in (*counts, "encoding_ranks"):
             self._check_count(name, getattr(self, name), auto=True)
-        for name in ("frozen_splittable", "encode_first"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ConfigurationError(f"{name} must be true or false; got {value!r}")
+        require_flags(frozen_splittable=self.frozen_splittable, encode_first=self.encode_first)
         replicas = self.num_replicas
         if replicas == ():
             raise ConfigurationError(
@@ -127,10 +120,7 @@ class PlanOptions:
             ("streaming", STREAMING),
             ("optimizer_offload", OPTIMIZER_OFFLOAD),
         ):
-            if getattr(self, name) not in choices:
-                raise ConfigurationError(
-                    f"unknown {name}={getattr(self, name)!r}; choose one of {', '.join(choices)}"
-                )
+            require_choice(name, getattr(self, name), choices)
         if self.streaming == "all" and self.checkpointing == "none":
             raise ConfigurationError(
                 "streaming=all copies weights for the backward again, which runs the forward again, but "

@@ -44,8 +44,6 @@ class Stage:
         pass_index: Number of the pass its calls belong to; the layers of stages of other passes with the same
             position are the same.
         gradient: Whether a gradient comes back to it; else it forwards only.
-        recomputed: Layers of it whose activations the backward computes again.
-        streamed: Recomputed layers whose frozen weights are copied from host memory for each run.
     """
 
     index: int

@@ -126,7 +126,6 @@ class PipelinePlan:
     """Programs of all ranks, with the times and memory that are expected of them.
 
     Attributes:
-        options: All choices, none of them `"auto"`.
         programs: Compute instructions of the ranks of one pipeline; frozen work included.
         costs: Costs that the predictions are computed from; None in plans written by hand.
         pieces: With filling, the frozen pieces of the next batch that `Encode` names.
@@ -441,7 +440,6 @@ def _check_options(plan: PipelinePlan) -> None:
 
 
 def _replicas(plan: PipelinePlan) -> tuple[int, ...]:
-    """Returns the ranks of every stage; those of later passes are the same."""
     return tuple(stage.num_replicas for stage in plan.stages[: plan.num_stages])
 
 

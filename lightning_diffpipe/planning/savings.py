@@ -151,12 +151,7 @@ _Layer = TypeVar("_Layer")
 def streamed_runs(
     program: Program, streamed_layers: Mapping[int, Sequence[_Layer]]
 ) -> tuple[_Layer, ...]:
-    """Returns the streamed layers that a program of a rank runs, in order.
-
-    Args:
-        program: Instructions of the rank.
-        streamed_layers: Positions, or names, of those of its stages, ascending.
-    """
+    """Returns the streamed layers that a program of a rank runs, in order."""
     runs = list[_Layer]()
     for instruction in program:
         match instruction:

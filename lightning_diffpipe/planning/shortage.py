@@ -103,14 +103,7 @@ def nothing_proposed(model: CostModel, options: PlanOptions) -> PlanError | None
 def nothing_fits(
     profile: ModelProfile, cluster: Cluster, options: PlanOptions, plans: Plans
 ) -> PlanError:
-    """Returns the error: how much memory is short, and which changes would help, with the planned step of each.
-
-    Args:
-        profile: Profile of one backbone.
-        cluster: Ranks, with a limit of memory.
-        options: Options with which nothing fits.
-        plans: Finds plans that fit.
-    """
+    """Returns the error: how much memory is short, and which changes would help, with the planned step of each."""
     limit = cluster.memory_bytes
     assert limit is not None
     if options.filling == "auto":

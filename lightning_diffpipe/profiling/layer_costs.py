@@ -196,8 +196,6 @@ class LayerCost(NamedTuple):
     """Costs of one layer, glue included; see `step_run.py`. A frozen one has those of its forward only.
 
     Attributes:
-        backward_s: Whole backward.
-        weight_gradient_s: The part of it that only makes weight gradients.
         activation_bytes_per_microbatch: Bytes saved besides, whatever the number of samples.
     """
 
@@ -245,12 +243,8 @@ class MeasuredCosts(NamedTuple):
     """Costs of the layers of a step as one rank has measured them, or several.
 
     Attributes:
-        sizes: The profile without times.
         graph: The layers, with types as on the device.
-        rounds: Times of steps.
-        saved: Bytes saved for the backward, by layer.
         split_s: Times that a backward in two halves takes longer; None if that was not timed.
-        known: Results of encoders by name.
     """
 
     sizes: ModelProfile
@@ -263,8 +257,12 @@ class MeasuredCosts(NamedTuple):
     def profile(self) -> ModelProfile:
         """Returns the profile with the typical times of the steps."""
         costs = layer_costs(self.graph, self.rounds, self.saved)
-        repeated_s = repeated_seconds(self.graph, self.rounds)
-        return assemble(self.sizes, self.graph, costs, repeated_s, self.known, self.split_s)
+        repeated = {  # the median of the glue that every stage runs
+            count: statistics.median(repeated_s(self.graph, times) for times in (*whole, *inputs))
+            for count, (whole, inputs) in self.rounds.items()
+        }
+        of_glue = Seconds.of(repeated)
+        return assemble(self.sizes, self.graph, costs, of_glue, self.known, self.split_s)
 
 
 def forward_s(graph: LayerGraph, times: StepTimes) -> list[float]:
@@ -305,16 +303,6 @@ def _inside_frozen_container(graph: LayerGraph, index: int) -> bool:
         call.first < index < call.stop
         and all(graph.layers[i].frozen for i in range(call.first, call.stop))
         for call in graph.calls
-    )
-
-
-def repeated_seconds(graph: LayerGraph, rounds: Rounds) -> Seconds:
-    """Returns the median of the glue that every stage runs, by sample count."""
-    return Seconds.of(
-        {
-            count: statistics.median(repeated_s(graph, times) for times in (*whole, *inputs))
-            for count, (whole, inputs) in rounds.items()
-        }
     )
 
 

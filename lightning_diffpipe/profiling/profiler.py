@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, require_choice, require_number
 from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import probe
@@ -63,8 +63,8 @@ def profile(
     step = step or default_step(module)
     numbers = [("budget_s", budget_s), ("repeats", repeats)]
     for what, number in [*numbers, *(("sample_counts", count) for count in sample_counts or ())]:
-        if number is not None and not number > 0:
-            raise ConfigurationError(f"{what} must be positive; got {number}")
+        if number is not None:
+            require_number(what, number, above=0)
     home = next((p.device for p in module.parameters()), torch.device("cpu"))
     place = placeable(home if device is None else device)
     if place.type == "cpu":
@@ -115,12 +115,9 @@ _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 def in_precision(step: Step, precision: str, device: str) -> Step:
     """Returns a step under the autocast of a Lightning precision; raises ConfigurationError for an unknown one."""
+    require_choice("precision", precision, ("32-true", *_MIXED))
     if precision == "32-true":
         return step
-    if precision not in _MIXED:
-        raise ConfigurationError(
-            f"unknown precision={precision!r}; choose one of 32-true, {', '.join(_MIXED)}"
-        )
 
     def cast(module: Any, batch: Any) -> Any:
         with torch.autocast(torch.device(device).type, _MIXED[precision]):

@@ -403,7 +403,6 @@ class OneByOneRun(StepRun):
         return pytree.tree_map_only(Tensor, without_past, out)
 
     def _timed(self, site: Site, arguments: Any, backward: str) -> tuple[float, float]:
-        """Returns seconds of one forward and one backward."""
         clock = self._clock
         inputs = _leaves(arguments)
         leaves = [t for t in pytree.tree_leaves(inputs) if _wants_gradient(t)]

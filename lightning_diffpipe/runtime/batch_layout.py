@@ -168,10 +168,8 @@ class StepWork:
     Attributes:
         base: The plan's schedule, or for more calls than planned one with stages before it.
         schedule: The same with communication for this batch: what all ranks of the pipeline do.
-        program: This rank's part of it.
         messages: Which of the messages it sent each one that it receives confirms, and, over NCCL, before which
             instructions its receives begin.
-        works: The microbatches.
         frozen: The frozen parts; `None` if nothing is frozen.
         total_groups: Groups of samples in which all ranks encode them.
         early: They may be encoded in bubbles of batches before.
@@ -194,11 +192,7 @@ class BatchLayout:
     """Lays batches out for one rank.
 
     Attributes:
-        root: The module, its wrappers installed and its foreign parameters freed.
-        step: The user's step: module and batch to loss.
-        schedule: The plan's schedule, compute instructions only.
         steps: Cut steps by signature.
-        mesh: This rank's place and groups.
         seed: Seed of the run; with it all random numbers of a step are derived.
         group_size: Samples on which frozen layers run at a time; `None` chooses.
         num_encoding: Number of ranks of the pipeline that encode, the last ones; `None` for all.
@@ -276,10 +270,6 @@ class BatchLayout:
         A collective call of all pipelines, once for each batch that is trained on; how often batches are laid out
         is each pipeline's own. A step that returns weights of its own, the same in all pipelines, asks nobody: its
         gradients are divided by their sum later.
-
-        Args:
-            works: The microbatches of the batch.
-            accumulate: Batches whose gradients are averaged before an optimizer step.
         """
         weighted = works[0].partitioned.graph.weighted
         num_samples = sum(work.num_samples for work in works)

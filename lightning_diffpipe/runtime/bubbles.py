@@ -71,10 +71,6 @@ class FrozenWork:
     Attributes:
         parts: All parts of the batch, those of other ranks too.
         group_size: Samples on which a layer runs at a time; `None` for a microbatch at a time.
-        works: The microbatches of the step.
-        placement: Ranks of each stage.
-        local_rank: This rank's position in its pipeline.
-        device: Device of the results.
         ran: Stamps between which this rank encoded in bubbles.
     """
 

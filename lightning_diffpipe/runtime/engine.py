@@ -40,7 +40,6 @@ class StepResult:
     Attributes:
         loss: Mean loss over the samples of the pipeline's batch; a scalar, equal on all its ranks.
         logged: Metrics that the user's step logged, combined over microbatches as `reduce_fx` says.
-        num_samples: Samples of the pipeline's batch.
         recording: Start and stop of the instructions of this rank.
         alarm: A rank of the pipeline gave one.
         batch_index: Number of the batch, where it is not that of the step.
@@ -58,16 +57,9 @@ class Engine:
     """One rank's side of a pipeline.
 
     Args:
-        layout: Lays batches out for this rank.
-        reducer: Sums gradients.
         check_finite: Look for NaN and infinity at stage boundaries.
         transport: Carries messages; made from the mesh if not given.
         image: Callback that draws a schedule with a mark where a rank waits, for the error of a timeout.
-
-    Attributes:
-        layout: The schedule, the cut steps, and this rank's place.
-        reducer: Sums of gradients over ranks.
-        executor: Runs this rank's programs.
     """
 
     def __init__(

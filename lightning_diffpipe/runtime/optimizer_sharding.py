@@ -42,10 +42,6 @@ def stepping_ranks(
 ) -> dict[str, int]:
     """Returns the world rank that steps each parameter, so that all step about as much.
 
-    Args:
-        sizes: Bytes of each parameter, by name.
-        holders: World ranks that hold it.
-
     Example:
         >>> stepping_ranks({"a": 4, "b": 3, "c": 1}, dict.fromkeys("abc", (0, 1)))
         {'a': 0, 'b': 1, 'c': 1}

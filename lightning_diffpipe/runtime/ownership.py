@@ -55,12 +55,6 @@ def held_for_all_batches(
 
     A stage holds all parameters of the modules that it calls, whatever they read of them for the batch that was
     probed; all stages those that are in no layer, so that only the code between layers can read them.
-
-    Args:
-        module: The module, whole.
-        graph: Layers of the module.
-        pieces: The layers cut.
-        between: Further parameters that the code between layers may read.
     """
     named = dict(module.named_parameters())
 
@@ -168,13 +162,9 @@ def warn_of_statistics(graph: LayerGraph, pieces: Cut, placement: Placement) -> 
 
 
 def collect(state: Mapping[Any, Any], owners: Mapping[Any, int], mesh: Mesh) -> dict[Any, Any]:
-    """Brings the entries of a state together on world rank 0.
+    """Brings the entries of a state together on world rank 0, from the owners of those not held everywhere.
 
-    Args:
-        state: This rank's entries, tensors or values with tensors inside of lists and dicts. Those of other owners
-            may be there, too, as placeholders.
-        owners: For entries not held everywhere: the world rank that holds them, in the first pipeline if any does.
-        mesh: This rank's groups.
+    These are world ranks, in the first pipeline if it has any; elsewhere there may be placeholders.
 
     Returns:
         On world rank 0 all entries, tensors on the host, in the order of its own state and then of the owners;
@@ -209,11 +199,6 @@ def owners_of_state(
     state: Mapping[str, Any], module: nn.Module, owners: Mapping[str, int]
 ) -> dict[str, int]:
     """Returns owners of the entries of a state dict that may call parameters otherwise than their module.
-
-    Args:
-        state: Result of the module's `state_dict()`, perhaps overridden to leave out or rename entries.
-        module: The module.
-        owners: As for `collect`, by the module's own names.
 
     Returns:
         As for `collect`, by the names of the state dict. Under an unknown name, what shares memory with a
@@ -308,7 +293,6 @@ def _received(like: Tensor, owner: int, mesh: Mesh, of_world: bool) -> Tensor:
 
 
 def _on_host(value: Any) -> Any:
-    """Returns a tensor in the host's memory; other values as they are."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().to("cpu", copy=False).contiguous()

@@ -48,14 +48,7 @@ class PartitionedStepCache:
     """One cut step for each signature of a microbatch.
 
     Attributes:
-        root: The module.
-        step: The user's step.
-        graph: The graph that was planned with.
         positions: Positions of its path before which it is cut.
-        placement: Ranks of the stages.
-        local_rank: This rank's position.
-        interception: The installed wrappers.
-        device: Device of this rank.
         known: Graphs of other signatures and call sequences, made while all parameters had values.
         trials: Findings of trials of the step before training: the planned call sequence, whether microbatches of
             one batch may have several (else the first stands for all), and, if there were some, that the code
@@ -303,13 +296,7 @@ class PartitionedStepCache:
 
 @dataclass(frozen=True)
 class PlacedCalls:
-    """The layer calls of a sequence, in order, and where they run.
-
-    Attributes:
-        names: The layers that are called.
-        stage_of: Stage of every call, ascending.
-        placement: Ranks of the stages.
-    """
+    """The layer calls of a sequence, in order, and where they run."""
 
     names: tuple[str, ...]
     stage_of: tuple[int, ...]
@@ -360,12 +347,6 @@ def aligned(
 
     A call goes to the stage of the planned call that it is equal to, counted from the end of the step, or from its
     beginning; one that has none goes to the nearest stage of its backbone whose rank holds the layer.
-
-    Args:
-        names: Layers that the sequence calls, in order.
-        planned: Calls of the planned sequence.
-        stage_of: Stage of every planned call.
-        placement: Ranks of the stages.
 
     Yields:
         For every call its stage, ascending.

@@ -29,11 +29,7 @@ from lightning_diffpipe.planning.timeline import Span
 
 
 class Recording:
-    """The stamps of one step on one rank.
-
-    Attributes:
-        started_s: Start of the step, on the host's clock (`time.perf_counter`).
-    """
+    """The stamps of one step on one rank."""
 
     def __init__(self, rank: int, clock: Clock) -> None:
         self.started_s = time.perf_counter()

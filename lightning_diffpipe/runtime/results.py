@@ -63,7 +63,6 @@ class Logged:
     """One `self.log` call to be made again on every rank.
 
     Attributes:
-        name: Name of the metric.
         value: Value of the whole batch of the pipeline: the mean over its samples, or the sum or extreme
             over its microbatches if `reduce_fx` is one.
         options: Further arguments of `self.log`; no `batch_size`, which was that of a microbatch.
@@ -85,7 +84,6 @@ class _Shared:
     """Results of one step that are being summed.
 
     Attributes:
-        works: Microbatches of the step.
         own: Metrics that this rank logged in it.
         agreed: Columns of the table.
         noticed: Whether there are other names, whether there was an alarm, which names were logged, and how many
@@ -108,7 +106,6 @@ class ResultSharing:
     Several steps may be under way; they are finished in order.
 
     Args:
-        mesh: This rank's groups.
         reporter: Position of the rank that runs microbatch 0 of the last stage.
 
     Attributes:
@@ -324,8 +321,6 @@ class ChainEnds:
     """Brings what the loss reads of all chains to one rank.
 
     Attributes:
-        placement: Ranks of each stage.
-        local_rank: This rank's position in its pipeline.
         runner: Runs the code after the last layer.
     """
 

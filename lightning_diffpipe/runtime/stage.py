@@ -38,12 +38,7 @@ from lightning_diffpipe.planning.schedule import Placement
 
 @dataclass(frozen=True)
 class TensorMessage:
-    """Tensors that travel together, and their places in the buffer that is sent.
-
-    Attributes:
-        keys: Layer and output of each tensor.
-        layout: Shapes, types and places.
-    """
+    """Tensors that travel together, and their places in the buffer that is sent."""
 
     keys: tuple[TensorKey, ...]
     layout: MessageLayout
@@ -67,9 +62,7 @@ class PartitionedStep:
     """A callable cut into stages, for microbatches of one signature.
 
     Attributes:
-        graph: Layers of the step.
         cut: Layers of each stage, and tensors that cross its boundaries.
-        stage_views: The stages this rank holds.
         frozen_view: The frozen part; without layers if this call sequence has no frozen one.
         placement: Ranks of the stages: those planned, or with more before them for a sequence with more calls.
         tail_view: The code after the last layer alone, where the losses of several chains are put together.
@@ -123,9 +116,6 @@ class MicrobatchWork:
     Attributes:
         index: Number of the microbatch in the step.
         call: Runs the user's step on this microbatch; takes nothing, returns the loss.
-        seed: Seed of the random numbers sampled outside layers.
-        partitioned: The step cut into stages, for this microbatch's signature.
-        num_samples: Samples in the microbatch.
         loss_scale: The loss is multiplied by it before the backward: its share of the samples; if steps return
             weights, whose sum is known later, what is left of it, and the loss counts with its weight.
         frozen: Outputs of frozen layers that this rank's stages read; filled by the exchange.
@@ -219,8 +209,6 @@ class StageRunner:
 
     Attributes:
         stash: Received and produced tensors between instructions.
-        device: Device of the messages.
-        check_finite: Look for NaN and infinity in everything that is sent.
         weights_of: Inside, weights are those with which a microbatch goes through forward and backward; the only
             ones, unless they have versions.
     """
@@ -259,12 +247,7 @@ class StageRunner:
         return run
 
     def report(self, stage: int, work: MicrobatchWork) -> None:
-        """Runs the code after the last layer again, on what all chains gave, for its values.
-
-        Args:
-            stage: The last one, which has the frozen results that the loss reads.
-            work: The microbatch.
-        """
+        """Runs the code after the last layer again, on what all chains gave, for its values."""
         view, ends = work.partitioned.tail_view, {}
         assert view is not None, "the last chain ends on another rank"
         for tensors in work.ends.values():

@@ -244,7 +244,6 @@ class GroupShares:
     """The shares of the ranks of one pipeline.
 
     Attributes:
-        num_ranks: Ranks of the pipeline.
         gather: Brings a few numbers of each rank to all of them; a collective call.
         adapts: Whether the shares follow what is measured, if there are several ranks.
         planned: Weights of the ranks to begin with; equal if not given.
@@ -293,12 +292,7 @@ class GroupShares:
     ) -> None:
         """Takes in a step; every rank of the pipeline must call it after the same steps.
 
-        Args:
-            step_s: Seconds since the step before.
-            busy_s: Seconds this rank was busy with anything but frozen work.
-            encode_s: Seconds of its share of the frozen work of a batch.
-            num_groups: Groups of that share.
-            total_groups: Groups of that batch, over all ranks.
+        `busy_s` is without frozen work; `encode_s` and `num_groups` are of this rank's share of it.
         """
         if not self.adapts:
             return

@@ -9,7 +9,7 @@ pipeline would compute differently from one process is refused here, before anyt
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -95,7 +95,11 @@ def assemble(
     if any(map(is_compiled, module.modules())):
         # A stage compiles its forward when those before it have, and its backward when those after it have.
         process = replace(process, timeout_s=2 * schedule.num_stages * process.timeout_s)
-    mesh, holders = _connect(process, schedule, pieces, graph.trained)
+    layout = RankLayout(process.world_size, placement)
+    mesh = Mesh(layout, process.rank, process.device, process.backend, process.timeout_s)
+    holders = holders_of(pieces, mesh, graph.trained)
+    mesh.connect(messages_of_edge(schedule))
+    mesh.connect_reductions(holders.values())
     encoding_ranks = plan.options.encoding_ranks
     num_encoding = placement.num_ranks if encoding_ranks == "auto" else encoding_ranks
     # `holders` of a trained parameter sum its gradients; `residents` are the names of all parameters that each rank
@@ -182,7 +186,6 @@ def _engine(
     plan: PipelinePlan,
     trained: Sequence[nn.Parameter],
 ) -> Engine:
-    """Returns what runs the plan, which may have no flush."""
     staleness = SCHEDULES[plan.options.schedule].staleness
     if staleness is None or not plan.runs_free:
         return Engine(layout, reducer, check_finite, image=waiting)
@@ -223,18 +226,6 @@ def _cut_as_planned(
     require_one_home(graph, pieces)
     require_hooks_within_stages(graph, pieces)
     return replace(probed, graph=graph), positions, schedule, pieces
-
-
-def _connect(
-    process: Process, schedule: Schedule, pieces: Cut, trained: frozenset[str]
-) -> tuple[Mesh, Mapping[str, tuple[int, ...]]]:
-    """Returns this rank's place among all ranks, its groups, and the ranks that hold each trained parameter."""
-    layout = RankLayout(process.world_size, schedule.placement)
-    mesh = Mesh(layout, process.rank, process.device, process.backend, process.timeout_s)
-    holders = holders_of(pieces, mesh, trained)
-    mesh.connect(messages_of_edge(schedule))
-    mesh.connect_reductions(holders.values())
-    return mesh, holders
 
 
 def _planned_graphs(

@@ -200,12 +200,10 @@ class _Silent(DummyLogger):
 
     @property
     def name(self) -> str:
-        """The other logger's."""
         return self._logger.name or ""
 
     @property
     def version(self) -> Any:
-        """The other logger's."""
         return self._logger.version
 
     @property

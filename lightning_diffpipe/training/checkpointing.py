@@ -71,9 +71,7 @@ class Division:
     """Owners of the parts of a module; states of optimizers and averages stay divided when training has ended.
 
     Attributes:
-        module: The module that was cut.
         owners: Position in the pipeline of the first holder, for what is not held by all its ranks.
-        mesh: This rank's place.
         updated_by: World rank that has the optimizer states of a parameter, where holders share them.
     """
 
@@ -270,12 +268,7 @@ class CheckpointHooks(ParallelStrategy):
         with self._loaded():
             owners = owners_of_state(state, self.pipeline.module, self.pipeline.owners)
         self._saves_shards = self._wants_shards(state)
-        brought = self._own if self._saves_shards else collect
-        return brought(state, owners, mesh)
-
-    def _own(self, state: Mapping[Any, Any], owners: Mapping[Any, int], mesh: Mesh) -> Divided:
-        """Returns the entries that this rank writes in a checkpoint of shards."""
-        return Divided({key: v for key, v in state.items() if owners.get(key, 0) == mesh.rank})
+        return self._gathered(state, owners, mesh)
 
     def _wants_shards(self, state: Mapping[str, Any]) -> bool:
         """Returns whether to save shards, by what a file needs on rank 0's host; the same on all ranks."""
@@ -331,10 +324,7 @@ class CheckpointHooks(ParallelStrategy):
         """
         if self.division is None:
             return dict(tensors)
-        if self._saves_shards:
-            return self._own(tensors, self.division.owners, self.division.mesh)
-        with self._connected(self.division.mesh):
-            return collect(tensors, self.division.owners, self.division.mesh)
+        return self._gathered(tensors, self.division.owners, self.division.mesh)
 
     @watcher.inside("saving a checkpoint")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -352,11 +342,19 @@ class CheckpointHooks(ParallelStrategy):
             index: self.division.updated_by.get(name, self.division.owners.get(name, 0))
             for index, name in enumerate(_names(optimizer, self.division.module))
         }
+        gathered = self._gathered(state["state"], owners, self.division.mesh)
         if self._saves_shards:
-            return {**state, "state": self._own(state["state"], owners, self.division.mesh)}
-        with self._connected(self.division.mesh):
-            whole = collect(state["state"], owners, self.division.mesh)
-        return {**state, "state": dict(sorted(whole.items()))} if self.is_global_zero else {}
+            return {**state, "state": gathered}
+        return {**state, "state": dict(sorted(gathered.items()))} if self.is_global_zero else {}
+
+    def _gathered(
+        self, state: Mapping[Any, Any], owners: Mapping[Any, int], mesh: Mesh
+    ) -> dict[Any, Any]:
+        """Returns the entries that this rank writes: in shards its own, else all of them, on rank 0."""
+        if self._saves_shards:
+            return Divided({key: v for key, v in state.items() if owners.get(key, 0) == mesh.rank})
+        with self._connected(mesh):
+            return collect(state, owners, mesh)
 
     @contextlib.contextmanager
     def _connected(self, mesh: Mesh) -> Iterator[None]:
@@ -427,14 +425,9 @@ class CheckpointHooks(ParallelStrategy):
         states = checkpoint["optimizer_states"]
         optimizers = [o for o in self.optimizers if not isinstance(o, _MockOptimizer)]
         states = [state for state in states if state]  # one that does nothing has none
-        # Of optimizers, and in each how many parameters its groups have.
-        present, stored = (
-            [[len(group["params"]) for group in groups] for groups in side]
-            for side in (
-                [optimizer.param_groups for optimizer in optimizers],
-                [state.get("param_groups", ()) for state in states],
-            )
-        )
+        sizes = lambda groups: [len(group["params"]) for group in groups]
+        present = [sizes(optimizer.param_groups) for optimizer in optimizers]
+        stored = [sizes(state.get("param_groups", ())) for state in states]
         if present != stored:
             with raised_by_all():
                 raise CheckpointError(

@@ -242,10 +242,8 @@ class Fetched:
     It is no dataclass, as Lightning copies these where it converts tensors to another type.
 
     Attributes:
-        feed: Feed that fetched it.
         place: Number of the batch, and of the loader that made it.
         batch: The batch of the loader, on the rank that reads; as hooks left it, once it was on a device.
-        device: That one.
         states: States of stateful loaders, as if nothing had been read after it.
     """
 
@@ -302,8 +300,13 @@ class Feed(CombinedLoader):
         if self._is_started and not (self._has_given or self._is_over):
             return self
         self._forget()
-        if self._trains and not self._is_started:
-            self._resume()
+        # Goes on where a run was interrupted: Lightning restores its loops after the first batch has been read.
+        is_first = self._trains and not self._is_started
+        if loops := _loops_to_resume(self._trainer) if is_first else None:
+            epoch, *_ = place_of(self._trainer, None)
+            for loader in self.flattened if epoch else ():
+                _set_sampler_epoch(loader, epoch)
+            self._load_state_dicts(loops["fit_loop"]["state_dict"].get("combined_loader", []))
         self._is_started = True
         super().__iter__()
         lengths = self.strategy.mesh.from_first(
@@ -312,15 +315,6 @@ class Feed(CombinedLoader):
         for loader, length in zip(self.flattened, lengths, strict=True):
             loader.length = length
         return self
-
-    def _resume(self) -> None:
-        """Goes on where a run was interrupted; Lightning restores its loops after the first batch has been read."""
-        if not (loops := _loops_to_resume(self._trainer)):
-            return
-        epoch, *_ = place_of(self._trainer, None)
-        for loader in self.flattened if epoch else ():
-            _set_sampler_epoch(loader, epoch)
-        self._load_state_dicts(loops["fit_loop"]["state_dict"].get("combined_loader", []))
 
     def __next__(self) -> Any:
         if self._num_fetched == len(self._batches) and not self._read():

@@ -52,15 +52,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 @dataclass(frozen=True)
 class Process:
-    """A rank, its device, and how it communicates.
-
-    Attributes:
-        rank: World rank.
-        world_size: All ranks.
-        device: Device on which it computes.
-        backend: `"gloo"` or `"nccl"`.
-        timeout_s: Longest wait for a message.
-    """
+    """A rank, its device, and how it communicates."""
 
     rank: int
     world_size: int
@@ -74,7 +66,6 @@ class Basis:
     """Profile and cluster from which a plan was made.
 
     Attributes:
-        profile: Costs of layers.
         cluster: Ranks and links; links count as free where layers were not timed.
     """
 
@@ -105,17 +96,12 @@ class Pipeline:
 
     Attributes:
         module: The whole module; foreign parameters are placeholders.
-        plan: Plan of all ranks.
-        graph: The layers that were cut.
-        mesh: This rank's place and groups.
-        engine: Runs steps.
         residents: Names of the parameters held at each position of the pipeline.
         owners: Position in the pipeline of the first holder, for every entry of the state dict that
             is not held by all its ranks.
         trained: Parameters of this rank that get gradients, by name.
         untrained: Parameters of the module with `requires_grad=False`, by name.
         watch: Notices a step that is no longer the one that was probed.
-        seed: Seed of the run.
         sharding: Divides optimizer states over the holders of a stage, if the plan says so.
         optimizer_offload: Keeps optimizer states in host memory, if the plan says so.
         basis: Profile and cluster of the plan; None if the plan was given.
@@ -211,10 +197,6 @@ class Pipeline:
         """Frees the parameters that only these frozen layers read, as what they give is stored.
 
         None if frozen parameters have been written: their files would not have their values.
-
-        Args:
-            layers: Names.
-            folder: Folder for what is in no file.
 
         Returns:
             Bytes that this rank holds no more.

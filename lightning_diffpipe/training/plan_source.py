@@ -30,6 +30,7 @@ from lightning_diffpipe.errors import (
     LostRankError,
     PlanError,
     raised_by_all,
+    require_flags,
 )
 from lightning_diffpipe.graph.placement import held_bytes
 from lightning_diffpipe.graph.probed_step import ProbedStep
@@ -100,9 +101,7 @@ class PipelineOptions:
     encode_first: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("check_finite", "verify"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ConfigurationError(f"{name} must be True or False; got {value!r}")
+        require_flags(check_finite=self.check_finite, verify=self.verify)
         # What cannot be is refused before anything is done.
         self.plan_options(1, self.data_parallel)
         if isinstance(self.cluster, Mapping):

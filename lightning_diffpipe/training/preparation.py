@@ -34,14 +34,13 @@ from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import raised_by_all
 from lightning_diffpipe.graph.call_sequences import Moment
 from lightning_diffpipe.graph.fakes import without_garbage_collection
-from lightning_diffpipe.graph.probed_step import ProbedStep, probe_step
+from lightning_diffpipe.graph.probed_step import probe_step
 from lightning_diffpipe.graph.step import ModuleSplit, Step
 from lightning_diffpipe.host_memory import keep_freed_memory
-from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.profiling.profiler import bar
 from lightning_diffpipe.runtime.batch_layout import num_samples
 from lightning_diffpipe.training.assembly import assemble
-from lightning_diffpipe.training.pipeline import Basis, Pipeline, Process
+from lightning_diffpipe.training.pipeline import Pipeline, Process
 from lightning_diffpipe.training.plan_source import (
     PipelineOptions,
     basis_of,
@@ -86,12 +85,43 @@ def prepare(
     """
     with raised_by_all():
         refuse_untrainable(module)
+        size = num_samples(batch, ModuleSplit.of(module))
     if process.device.type == "cpu":
         keep_freed_memory()
     before = watcher.seconds.copy()
-    probed, seed, plan, basis = _probed_and_planned(
-        module, step, batch, options, process, arguments, moments
-    )
+    shows = process.rank == 0 and sys.stderr.isatty() and _log.isEnabledFor(logging.INFO)
+    with without_garbage_collection():
+        with watcher.inside("aligning weights"):
+            world = world_group(process.world_size, process.timeout_s)
+            own_seed = os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())
+            seed = agree(int(own_seed) if options.seed is None else options.seed, world)
+            align_parameters(module, world)
+        with watcher.inside("probing the step"):
+            planned = agree(planned_layers(options) if process.rank == 0 else (), world)
+            probe_all = partial(
+                probe_step, module, step, batch, size, seed=seed, planned=planned,
+                arguments=arguments, moments=moments, runs_ahead=process.world_size > 1,
+            )  # fmt: skip
+            with bar(shows, "probing the layers of a step", counted=False, stays=False):
+                probed = on_all_ranks(probe_all, world)
+            with raised_by_all():
+                require_equal(probed.graph.digest, world)
+                refuse_one_chain(probed.chains, options)
+            # One that reads a clock may have found another.
+            sequences = replace(probed.sequences, carried=agree(probed.sequences.carried, world))
+            probed = replace(probed, sequences=sequences)
+        if sequences.moves_frozen and options.plan is None:
+            _log.info(
+                "what frozen layers get follows the step: they run in the step of their batch"
+            )
+            options = replace(options, filling="none")
+        warn_of_whole_compiled(module, probed.graph)
+        with bar(shows, "timing layers and links, and planning", stays=False) as report:
+            basis = basis_of(probed, options, process, world, report)
+            plan = plan_of_rank_0(probed, basis, options, process, world)
+        with raised_by_all():
+            refuse_ahead(plan, probed)
+        close_group(world)
     with watcher.inside("placing stages"):
         pipeline = assemble(probed, plan, process, options, seed)
     if process.rank == 0:
@@ -99,49 +129,3 @@ def prepare(
         told = (f"{what} {part_s:.1f} s" for what, part_s in seconds.items() if part_s >= _TOLD_S)
         _log.info("ready in %.1f s: %s", seconds.total(), ", ".join(told))
     return replace(pipeline, basis=basis)
-
-
-@without_garbage_collection()
-def _probed_and_planned(
-    module: nn.Module,
-    step: Step,
-    batch: Any,
-    options: PipelineOptions,
-    process: Process,
-    arguments: tuple[Any, ...] = (),
-    moments: Sequence[Moment] = (),
-) -> tuple[ProbedStep, int, PipelinePlan, Basis | None]:
-    """Returns what `assemble` needs: the step, the seed of the run, and the plan; and the basis of that."""
-    shows = process.rank == 0 and sys.stderr.isatty() and _log.isEnabledFor(logging.INFO)
-    with watcher.inside("aligning weights"):
-        world = world_group(process.world_size, process.timeout_s)
-        own_seed = os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())
-        seed = agree(int(own_seed) if options.seed is None else options.seed, world)
-        align_parameters(module, world)
-    with raised_by_all():
-        size = num_samples(batch, ModuleSplit.of(module))
-    with watcher.inside("probing the step"):
-        planned = agree(planned_layers(options) if process.rank == 0 else (), world)
-        probe_all = partial(
-            probe_step, module, step, batch, size, seed=seed, planned=planned, arguments=arguments,
-            moments=moments, runs_ahead=process.world_size > 1,
-        )  # fmt: skip
-        with bar(shows, "probing the layers of a step", counted=False, stays=False):
-            probed = on_all_ranks(probe_all, world)
-        with raised_by_all():
-            require_equal(probed.graph.digest, world)
-            refuse_one_chain(probed.chains, options)
-        # One that reads a clock may have found another.
-        sequences = replace(probed.sequences, carried=agree(probed.sequences.carried, world))
-        probed = replace(probed, sequences=sequences)
-    if probed.sequences.moves_frozen and options.plan is None:
-        _log.info("what frozen layers get follows the step: they run in the step of their batch")
-        options = replace(options, filling="none")
-    warn_of_whole_compiled(module, probed.graph)
-    with bar(shows, "timing layers and links, and planning", stays=False) as report:
-        basis = basis_of(probed, options, process, world, report)
-        plan = plan_of_rank_0(probed, basis, options, process, world)
-    with raised_by_all():
-        refuse_ahead(plan, probed)
-    close_group(world)
-    return probed, seed, plan, basis

@@ -57,7 +57,6 @@ class ProcessHooks(ParallelStrategy):
 
     Attributes:
         pipeline: This rank's part, while there is one.
-        mesh: Ranks of each pipeline, as far as they are known.
         last_saved: The checkpoint that was saved last.
 
     Raises:

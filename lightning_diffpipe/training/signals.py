@@ -48,11 +48,8 @@ def stopping_at_signals(trainer: Any) -> Iterator[None]:
             watcher.note_signal()
             raise stop_by_signal()
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.getsignal(signal.SIGTERM)
-    if before is not signal.SIG_DFL:
+    if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
         yield
         return
     after: Any = before
@@ -117,7 +114,6 @@ class LockStep:
 
     Args:
         trainer: Before it registers its signal handlers.
-        mesh: This rank's groups.
         until: Gives Lightning its own decisions back when it is closed.
     """
 
@@ -152,13 +148,10 @@ class LockStep:
             checks = should_check(fetcher)
             return of_first(checks) if by_time else checks
 
-        def then_agreeing(run: Callable[[], Any]) -> Callable[[], Any]:
-            def run_and_agree() -> Any:
-                result = run()
-                agree_to_stop()
-                return result
-
-            return run_and_agree
+        def then_agreeing(run: Callable[[], Any]) -> Any:
+            result = run()
+            agree_to_stop()
+            return result
 
         until.enter_context(patched(self._signals, _sigterm_notifier_fn=note_signal))
         if watcher.at_sigterm == "stop":
@@ -170,8 +163,8 @@ class LockStep:
         until.enter_context(patched(loop, **replaced))
         # Hooks of these may ask for a stop, of which Lightning takes note before the next batch.
         validating, epochs = loop.val_loop, trainer.fit_loop
-        until.enter_context(patched(validating, run=then_agreeing(validating.run)))
-        of_epochs = {n: then_agreeing(getattr(epochs, n)) for n in _OF_EPOCHS}
+        until.enter_context(patched(validating, run=partial(then_agreeing, validating.run)))
+        of_epochs = {n: partial(then_agreeing, getattr(epochs, n)) for n in _OF_EPOCHS}
         until.enter_context(patched(epochs, **of_epochs))
 
     def stop_together(self, last: bool = False) -> None:

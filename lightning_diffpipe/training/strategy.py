@@ -40,7 +40,13 @@ from lightning_diffpipe.checkpoint_files import keep_last
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.comm.rendezvous import gloo_of_all_hosts
 from lightning_diffpipe.comm.watcher import watcher
-from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError, raised_by_all
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    PipelineTimeoutError,
+    raised_by_all,
+    require_choice,
+    require_number,
+)
 from lightning_diffpipe.graph.building import built_bytes, built_in_files, materialize, refuse_unset
 from lightning_diffpipe.graph.placement import take_from_file, take_from_files
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
@@ -197,16 +203,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if unsupported:
             parameters = inspect.signature(DiffPipeStrategy).parameters
             refuse_arguments(unsupported, parameters.keys() - {"unsupported"})
-        if max_diverged_steps is not None and (
-            not isinstance(max_diverged_steps, int) or max_diverged_steps < 1
-        ):
-            raise ConfigurationError(
-                f"max_diverged_steps must be a whole number of steps >= 1, or None; got {max_diverged_steps!r}"
-            )
-        if state_dict_type not in ("auto", "full", "sharded", "sharded_async"):
-            raise ConfigurationError(
-                f"state_dict_type must be auto, full, sharded or sharded_async; got {state_dict_type!r}"
-            )
+        if max_diverged_steps is not None:
+            require_number("max_diverged_steps", max_diverged_steps, 1, whole=True)
+        types = ("auto", "full", "sharded", "sharded_async")
+        require_choice("state_dict_type", state_dict_type, types)
         super().__init__(timeout_s, busy_timeout_s, process_group_backend)
         self._state_dict_type = state_dict_type
         self.max_diverged_steps = max_diverged_steps

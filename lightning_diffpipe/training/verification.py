@@ -57,8 +57,6 @@ class WholeRun:
     """Loss and gradients of one batch, computed without cutting anything.
 
     Attributes:
-        loss: Mean over the samples.
-        gradients: Gradients by name.
         dtypes: Types in which layers computed, which autocast chooses.
     """
 
@@ -177,7 +175,6 @@ class MeanCheck:
 
     Attributes:
         probed: The step and its batch; the module is whole and on the host.
-        interception: The installed wrappers.
     """
 
     probed: ProbedStep
@@ -285,7 +282,6 @@ class _Losses:
 
     @property
     def mean(self) -> float:
-        """Loss that a pipeline computes from the parts."""
         pairs = [(loss, weight) for loss, weight in (self.first, self.second) if weight]
         total = sum(weight for _, weight in pairs)
         return sum(loss * weight for loss, weight in pairs) / total if pairs else math.nan
@@ -368,9 +364,7 @@ class _StandIns:
     each of them counts. Numbers of classes and flags are zero.
 
     Args:
-        graph: The step; the loss's code reads some of its layers.
         total: Samples in the batch.
-        seed: Seed of the random numbers.
         repeated: As for `_of_samples`.
     """
 
@@ -397,7 +391,6 @@ class _StandIns:
             self._values[key] = (0.1 + 0.8 * value if real else 0 * value).to(spec.dtype), spec.rows
 
     def of(self, rows: slice) -> Mapping[TensorKey, Tensor]:
-        """Returns the values of some samples."""
         return {
             key: _of_samples(value, rows, self._total, self._repeated) if n else value
             for key, (value, n) in self._values.items()

@@ -126,5 +126,5 @@ def test_single_steps_are_borne_and_none_may_be_looked_at(tmp_path, strategy, op
 
 @pytest.mark.parametrize("number", [0, -1, 2.5, "ten"])
 def test_the_number_of_steps_is_one(number):
-    with pytest.raises(ConfigurationError, match="max_diverged_steps must be a whole number of st"):
+    with pytest.raises(ConfigurationError, match="max_diverged_steps must be a whole number >= 1"):
         DiffPipeStrategy(max_diverged_steps=number)

@@ -249,7 +249,7 @@ def test_bad_input():
         ConfigurationError, match=r"streaming=all copies weights .* checkpointing=none"
     ):
         replace(TWO_STAGES, streaming="all", checkpointing="none")
-    with pytest.raises(ConfigurationError, match="unknown streaming='some'"):
+    with pytest.raises(ConfigurationError, match="streaming='some'; choose auto"):
         replace(TWO_STAGES, streaming="some")
     fixed = profile_of(replace(x, streamable_bytes=0) for x in EIGHT.layers)
     with pytest.raises(ConfigurationError, match="streaming=all, but profile 'model' has no layer"):

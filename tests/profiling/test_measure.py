@@ -267,7 +267,9 @@ def test_refuses_more_samples_than_there_are():
 )
 def test_refuses_effort_that_is_not_positive(option):
     """History: no time ended in a division by zero, runs less than none in a median of nothing."""
-    with pytest.raises(ConfigurationError, match=f"{next(iter(option))} must be positive; got "):
+    with pytest.raises(
+        ConfigurationError, match=f"{next(iter(option))} must be a number > 0; got "
+    ):
         profiler.profile(nn.Linear(2, 1), torch.ones(4, 2), step=lambda m, x: m(x).mean(), **option)
 
 

@@ -178,8 +178,11 @@ def test_a_module_is_verified_where_it_is_trained(monkeypatch):
         pipeline=0,
         layout=RankLayout(2, PLAN.schedule.placement),
         device=torch.device("meta"),
+        connect=lambda edges: None,
+        connect_reductions=lambda holders: None,
     )
-    monkeypatch.setattr(assembly, "_connect", lambda *arguments: (mesh, {}))
+    monkeypatch.setattr(assembly, "Mesh", lambda *arguments: mesh)
+    monkeypatch.setattr(assembly, "holders_of", lambda *arguments: {})
     process = pipeline.Process(0, 2, torch.device("meta"), "gloo", 1.0)
     batch, step = torch.ones(2, 4), lambda module, batch: module(batch).mean()
     probed = ProbedStep(MODULE, step, batch, batch, GRAPH, CallSequences())

@@ -63,7 +63,6 @@ class ListScheduling:
     """Finds orders of work; microbatches pass every stage in order.
 
     Attributes:
-        placement: Rank of each stage, one for each.
         ticks: Time of a kind of work on a stage; only proportions matter.
         most_in_flight: Microbatches that a stage may have forwarded, and kept something of.
         splits_backward: Backwards run in two parts, where a stage sends a gradient on.
