@@ -93,18 +93,8 @@ def test_ranks_but_the_first_leave_no_folder(rank, folders, tmp_path, capsys, mo
     assert len(list(tmp_path.glob("outputs/train/*"))) == folders
 
 
-def test_every_verb_has_its_config():
-    assert {path.stem for path in (ROOT / "conf").glob("*.yaml")} == set(cli.VERBS)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "verb",
-    [
-        pytest.param(verb, marks=() if verb in ("train", "show") else pytest.mark.slow)
-        for verb in sorted(cli.VERBS)
-    ],
-)
+@pytest.mark.parametrize("verb", sorted(cli.VERBS))
 def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
     _, out, _ = call(capsys, monkeypatch, verb, "--help")
     assert f"diffpipe {verb}: " in out
@@ -132,16 +122,12 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         # History: Hydra's lexer said that it had found no viable alternative.
         (["train", "a=["], "diffpipe train: cannot read a=[: put texts in quotes, and all in those of"),
         (["sample", "prompts=[it's a cat]"], """of the shell: 'prompts=["...", "..."]'"""),
-        (["train", "name=a=b"], """of the shell: 'name="a=b"'"""),
         (["train", "ckpt_path=runs/epoch=0-step=10.ckpt"],
          """of the shell: 'ckpt_path="runs/epoch=0-step=10.ckpt"'"""),
         (["show", "plan (1).json"], "diffpipe show: cannot read plan (1).json: No such file or directory"),
-        (["show", "plan.json"], "diffpipe show: cannot read plan.json: No such file or directory"),
-        (["diff", "a.json"], "diffpipe diff: Missing mandatory value: after\n"),
         (["export", ".", "whole.ckpt"], "diffpipe export: checkpoint=. is no folder of a checkpoint in shards"),
         (["show", "x", "as=trace"], "diffpipe show: as=trace is a file: add output=FILE"),
         (["plan"], "diffpipe plan: Missing mandatory value: global_batch_size\n"),
-        (["sample", "path=/nowhere"], "diffpipe sample: '/nowhere' is neither a folder with a model_index.json"),
         (["train", "+trainer.fast_dev_run=true", "save_to=x"],
          "from the final checkpoint, and trainer.fast_dev_run=True writes none; leave fast_dev_run out"),
         (["train", "save_dtype=fp16", "save_to=x"],
@@ -151,20 +137,13 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         (["train", "cluster=x"], "Could not override 'cluster'. No match in the defaults list."),
         (["train", "optimizer=custom", "model.optimization.optimizer._target_=not_there.Lion"],
          "model.optimization.optimizer: ImportError: Error loading 'not_there.Lion'"),
-        (
-            [
-                "train",
-                "optimizer=sgd",
-                "+model.optimization.optimizer.nesterov=1",
-                "model.optimization.optimizer.momentum=0",
-            ],
-            "model.optimization.optimizer: Nesterov momentum requires a momentum and zero dampening",
-        ),
+        (["train", "optimizer=sgd", "+model.optimization.optimizer.nesterov=1",
+          "model.optimization.optimizer.momentum=0"],
+         "model.optimization.optimizer: Nesterov momentum requires a momentum and zero dampening"),
         (["train", "optimizer=prodigy", "model.optimization.lr=1e-4"],
          "Prodigy finds one learning rate for all parameters, of which lr is a factor; got lr=0.0001: take lr=1"),
         (["train", "+model.optimization.groups={encoder: {lr: 1e-6}}"],
          "model.optimization.groups: 'encoder' is in the name of no parameter that is trained"),
-        (["train", "optimizer=custom"], "Missing mandatory value: model.optimization.optimizer._target_"),
         (["train", "compile=all"], "compile='all'; choose None or blocks"),
         (["train", "attention=fast"],
          "attention=fast: UNet2DConditionModel cannot: `backend='fast'` must be one of the following:"),
@@ -173,10 +152,6 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         # History: both were said not to be there.
         (["train", "save_lora_names={to_q: to}", "save_lora=x"],
          "save_lora writes adapters, and none are trained: add adapter=lora"),
-        (["train", "experiment=flux_lora", "model.call={height: 64}"],
-         "diffpipe train: Could not override 'model.call'. To append"),
-        (["train", "strategy=ddp", "strategy.num_stages=2"], "Could not override 'strategy.num_stages'."),
-        (["sample", "sampler.ema=false"], "To append to your config use +sampler.ema=false"),
         # History: these ended in a TypeError, and in "Key 'logger' is not in struct".
         (["train", "callbacks.samples=false", "trainer.devices=1"],
          "callbacks.samples=False is nothing to build; callbacks.samples=null leaves it out"),
@@ -218,10 +193,6 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         (["train", "ckpt_path=last"], "which is new in each run; name a folder for all runs: hydra.run.dir=FOLDER"),
         # History: RuntimeError, and AssertionError, from inside of torch.
         (["profile", "device=gpu"], "diffpipe profile: device='gpu' cannot be used here; take cpu, "),
-        (["profile", "device=cuda:1"],
-         "device='cuda:1' cannot be used here; take cpu, or cuda where torch sees a GPU; it sees 0"),
-        (["profile", "device=cuda", "trainer.devices=2"],
-         "diffpipe profile: device='cuda' cannot be used here; take cpu, or cuda where torch sees"),
         (["profile", "output=/dev/null/p.json"], "cannot write /dev/null/p.json: Not a directory"),
         (["train", "data=image_folder", "strategy=single_device", "model=glyph_unet"],
          "diffpipe train: Missing mandatory value: data.folder; it holds images"),
@@ -265,7 +236,6 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("model.optimization.decay=off",
          "model.optimization.decay='off'; choose constant, linear, cosine, cosine_with_restarts or polynomial"),
         ("data.batch_size=-3", "data.batch_size must be a whole number >= 1; got -3"),
-        ("data.num_workers=-1", "data.num_workers must be a whole number >= 0; got -1"),
         ("data.alphabets=digits", "unknown alphabet 'd'; known: digits"),
         ("callbacks.ema.decay=2", "callbacks.ema.decay must be in [0, 1), but is 2"),
         ("callbacks.samples.every_n_steps=often", "every_n_steps must be a whole number >= 1; got 'often'"),
@@ -274,8 +244,6 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("model.unet.block_out_channels=[47,96]", "model.unet: ValueError: num_channels (47) must be"),
         ("model.unet._target_=diffusers.UNet3000", "model.unet: ImportError: Error loading 'diffusers.UNet3000'"),
         ("data.shifts_per_axis=2", "data.shifts_per_axis must be odd, but is 2"),
-        ("data.faces=[comic]", "unknown face 'comic'; known: "),
-        ("data.alphabets=[digitz]", "unknown alphabet 'digitz'; known: digits, latin, greek"),
         ("seed=-1", "seed must be a whole number >= 0 and <= 4294967295; got -1"),
         ("trainer=3", "Config group override must be a string or a list. Got int (logger=none trainer=3)"),
         ("trainer", "Error parsing override 'trainer' missing EQUAL"),
@@ -289,12 +257,9 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("data.condition=edgez", "data.condition='edgez'; choose None or edges"),
         ("data.validation_share=1",
          "no glyph is left to train on with data.resolution=64, alphabets=['digits', 'latin', "),
-        ("data.alphabets=[]",
-         "no glyph is left to train on with data.resolution=64, alphabets=[], faces=None, valid"),
         ("ckpt_path=best", "there is no checkpoint best"),
         # History: black images.
         ("callbacks.samples.guidance_scale=nan", "callbacks.samples.guidance_scale must be a number; got nan"),
-        ("seed=abc", "Error merging override seed=abc: Value 'abc' of type 'str' could not"),
         ("offline=maybe", "Error merging override offline=maybe: Value 'maybe' is not a valid"),
         ("model=glyph_unett",
          "Could not find 'model/glyph_unett' Available options in 'model': controlnet flux flux2 "),
@@ -344,14 +309,11 @@ def test_a_config_that_empties_a_group_is_refused(verb, tmp_path, capsys, monkey
         (["profile", "+accelerator=gpu"], "accelerator changes nothing"),
         (["train", "+rate=1", "model.optimization.lr=${rate}", "seed=-1"], "seed must be a whole number >= 0"),
         (["sample", "~prompts"], "the setting prompts has been deleted; leave ~ out"),
-        (["sample", "~trainer.devices"], "the setting devices has been deleted; leave ~ out"),
-        (["plan", "~cluster", "model=flux", "global_batch_size=8"], "the setting cluster has been deleted"),
         (["sample", "images=a.png"], "images='a.png' is no mapping of arguments, such as {image: photo.png}"),
         (["sample", "options=[a]"], "options=['a'] is no mapping of arguments"),
         (["data", "data.folder=x", "data.mask=3"], "data.mask=3 must be one key, or a folder"),
         (["data", "data.folder=x", "data.references=[a,b]"], "data.references=['a', 'b'] must be one key, or"),
         (["data", "data.folder={repeats: 2}"], "data.folder=None does not exist; name one with images"),
-        (["data", "data.folder=3"], "data.folder=3 names no folder; name one with images"),
         (["data", "data.folder=x", "data.background=3"], "data: ValueError: unknown color specifier: '3'"),
         # History: nothing was read, and nothing said.
         (["data", "data.folder=[]"], "data.folder=[] names no folder; name one with images"),
@@ -365,26 +327,19 @@ def test_a_config_that_empties_a_group_is_refused(verb, tmp_path, capsys, monkey
         # History: images of 0 pixels were said to need a profile that is measured.
         (["plan", "model=flux", "global_batch_size=8", "model.resolution=0"],
          "model.resolution must be a whole number >= 1; got 0"),
-        (["plan", "model=flux", "global_batch_size=8", "model.lora_rank=0"],
-         "model.lora_rank must be a whole number >= 1; got 0"),
         (["profile", "output=null"], "output=null names no file; leave it out for profile.json"),
-        (["profile", "sample_counts=[0]"], "sample_counts must be whole numbers >= 1"),
         (["profile", "sample_counts=[]"], "such as [1,4,16]; got []"),
         (["plan", "cluster=measured", "model=flux", "global_batch_size=64"], "value: path (cluster.path)"),
         (["train", "logger=none", "data=image_folder", "data.folder=nowhere"],
          "data.folder=nowhere does not exist; name one with images"),
-        (["sample", "sampler.num_patches=0"], "sampler.num_patches must be a whole number >= 1; got 0"),
         (["sample", "sampler.num_patches=abc"], "sampler.num_patches must be a whole number >= 1; got"),
-        (["sample", "sampler.warmup_steps=-1"], "sampler.warmup_steps must be a whole number >= 0; got -1"),
         (["sample", "sampler.warmup_steps=abc"], "sampler.warmup_steps='abc'; choose a number, 0"),
         (["sample", "sampler.method=nope"], "sampler.method='nope'; choose pipefusion, distrifus"),
         (["sample", "guidance_scale=nan"], "guidance_scale must be a number; got nan"),
         (["sample", "height=1000000"], "height=1000000 is more than 65535 pixels"),
-        (["sample", "height=7.5"], "Error merging override height=7.5: Value '7.5' of type 'float' could not be"),
         (["sample", "num_inference_steps=0"], "num_inference_steps must be a number > 0; got 0"),
         (["sample", "prompts=[]"], "prompts must be a list with at least one prompt; got []"),
         (["sample", "path=nowhere"], "'nowhere' is neither a folder with a model_index.json nor"),
-        (["sample", "prompts=3"], "prompts must be a list with at least one prompt; got 3"),
         (["sample", "height=7"], "height=7 is no multiple of 8, by which the autoencoder shrinks images; take 8"),
         (["sample", "path=${built_in:glyphs_transformer}", "sampler.num_patches=99"],
          "sampler.num_patches=99 is more than the 8 rows of tokens of these images; choose between 1 and 8"),
@@ -471,11 +426,8 @@ class Verb:
 RANKS = [
     [{"RANK": str(rank), "LOCAL_RANK": str(rank % 2)} for rank in range(3)],
     [{"SLURM_NTASKS": "3", "SLURM_PROCID": str(r), "LOCAL_RANK": "0"} for r in range(3)],
-    [
-        {},
-        {"LOCAL_RANK": "1"},
-        {"LOCAL_RANK": "2", "SLURM_PROCID": "0"},
-    ],  # in a batch job without srun
+    # in a batch job without srun
+    [{}, {"LOCAL_RANK": "1"}, {"LOCAL_RANK": "2", "SLURM_PROCID": "0"}],
 ]
 
 
@@ -685,15 +637,10 @@ def test_a_plan_is_found_printed_written_and_shown(profile_path, capsys, monkeyp
         (["show", "plan.png"], "cannot read plan.png: it is not text; plans, profiles and"),
         (["plan", "profile=plan.png", "global_batch_size=4"], "cannot read plan.png: it is not text"),
         (["show", "plan.json", "as=image", "output=plan.doc"], "is no name for an image; choose an ending of "),
-        (["show", "plan.json", "as=image", "output=plan"], "is no name for an image; choose an ending of "),
         (["show", "plan.json", "as=trace", "output=profile.json/t"], "cannot write profile.json/t: Not"),
         (["plan", "profile=nowhere", "global_batch_size=4", "output=."], "cannot write .: Is a directory"),
         (["plan", "profile=nowhere", "global_batch_size=4", "disk_bytes_per_s=fast"],
          "disk_bytes_per_s must be a number > 0; got 'fast'"),
-        (["plan", "profile=nowhere", "global_batch_size=4", "disk_bytes_per_s=nan"],
-         "disk_bytes_per_s must be a number > 0; got nan"),
-        (["plan", "profile=nowhere", "global_batch_size=4", "output=profile.json/plan.json"],
-         "cannot write profile.json/plan.json: Not a directory"),
     ],
 )  # fmt: skip
 def test_files_that_cannot_be_used_are_refused_in_a_line(

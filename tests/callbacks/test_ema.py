@@ -36,10 +36,8 @@ def fit(tmp_path, ema, module=None, ckpt_path=None, **kwargs):
     torch.manual_seed(0)
     recorder = Recorder()
     settings = {"max_epochs": 1, "limit_train_batches": 6, "limit_val_batches": 1} | kwargs
-    trainer = L.Trainer(
-        **settings, accelerator="cpu", default_root_dir=tmp_path, logger=False, callbacks=[ema, recorder],
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, enable_checkpointing=False,
-    )  # fmt: skip
+    callbacks = [ema, recorder]
+    trainer = quiet_trainer(**settings, default_root_dir=tmp_path, callbacks=callbacks)
     module = module or BoringModel()
     trainer.fit(module, ckpt_path=ckpt_path)
     return trainer, module, recorder
@@ -117,10 +115,8 @@ def test_another_module_is_validated_with_its_own_weights_before_its_training(tm
     seen = []
     other.on_validation_batch_start = lambda *args: seen.append(other.head.weight.detach().clone())
     before = other.head.weight.detach().clone()
-    trainer = L.Trainer(
-        max_steps=1, limit_val_batches=1, num_sanity_val_steps=1, accelerator="cpu", logger=False,
-        callbacks=[ema], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    options = {"max_steps": 1, "limit_val_batches": 1, "num_sanity_val_steps": 1}
+    trainer = quiet_trainer(callbacks=[ema], **options)
     trainer.fit(other)
     assert torch.equal(seen[0], before)
     assert set(ema.averages) == {"head.weight", "head.bias"}
@@ -129,10 +125,8 @@ def test_another_module_is_validated_with_its_own_weights_before_its_training(tm
 def test_nothing_is_made_up_where_training_has_not_begun(tmp_path):
     """History: a checkpoint saved before training held averages of arbitrary memory."""
     ema = EMA(decay=0.3)
-    trainer = L.Trainer(
-        strategy=DiffPipeStrategy(), devices=1, accelerator="cpu", logger=False, callbacks=[ema],
-        enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=1,
-    )  # fmt: skip
+    strategy = DiffPipeStrategy()
+    trainer = quiet_trainer(strategy=strategy, devices=1, callbacks=[ema], limit_val_batches=1)
     trainer.validate(BoringModel(), verbose=False)
     trainer.save_checkpoint(tmp_path / "early.ckpt")
     saved = torch.load(tmp_path / "early.ckpt", weights_only=True)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_diffpipe.callbacks import EncodingCache, SampleImages
+from lightning_diffpipe.callbacks import EncodingCache
 from lightning_diffpipe.checkpoint_shards import is_sharded, read_shards
 from lightning_diffpipe.errors import ConfigurationError, PlanError
 from lightning_diffpipe.graph.placement import (
@@ -32,9 +32,8 @@ from tests.distributed.scenarios import (
     quick_strategy,
     quiet_trainer,
     reference,
-    weights_of,
 )
-from tests.distributed.tiny import Data, Images, Samples, TinyDiffusion, TinyPipeline
+from tests.distributed.tiny import Samples, TinyDiffusion
 from tests.planning.profiles import equal_profile
 from tests.ranks import run_in_turn, run_ranks
 from tests.rows import row
@@ -167,52 +166,6 @@ def test_encoders_leave_after_a_pass_in_which_all_was_found(tmp_path, size):
     assert not outcome.holds_frozen
 
 
-class Drawing(SampleImages):
-    """Keeps what it has drawn, and whether encoders were in memory before."""
-
-    def __init__(self):
-        super().__init__(["a cat", "a dog"], every_n_steps=3, num_inference_steps=2)
-        self.drawn, self.held = [], []
-
-    def sample(self, trainer, module):
-        self.held.append(not any(map(is_offloaded, module.parameters())))
-        self.drawn.append(super().sample(trainer, module))
-        return self.drawn[-1]
-
-
-def fit_drawing(rank, settings, folder):
-    drawing = Drawing()
-    callbacks = [*settings.trainer.get("callbacks", []), drawing]
-    trainer = {**settings.trainer, "callbacks": callbacks, "default_root_dir": folder}
-    outcome = fit(rank, replace(settings, trainer=trainer), 2)
-    return outcome, drawing.drawn, drawing.held, drawing.samples_by_layers
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", [row("flux"), row("sdxl")])
-def test_pipelines_of_diffusers_train_and_draw_without_encoders_in_memory(tmp_path, name):
-    """Captions are dropped now and then, and prompts that are drawn are encoded where they are asked for."""
-    settings = Settings(
-        module={"name": name, "caption_dropout": 0.3},
-        trainer={"max_epochs": 1},
-        strategy={"num_stages": 2, "num_microbatches": 2},
-        module_class=TinyPipeline,
-        data_class=Images,
-    )
-    cache = cached(settings, tmp_path / "cache")
-    plain, ours = run_in_turn(fit_drawing, 2, (settings, tmp_path), (cache, tmp_path))
-    # Noise and loss are computed in single precision, so that rounding may differ once in a while.
-    expected = reference(settings, num_microbatches=2)
-    assert_equal_runs([outcome for outcome, *_ in ours], expected, 1e-6)
-    for (outcome, drawn, held, by_layers), (other, wanted, *_) in zip(ours, plain, strict=True):
-        assert outcome.losses == other.losses
-        assert not any(held)
-        assert by_layers == (name == "sdxl")
-        assert all(map(torch.equal, drawn, wanted))
-        assert len(drawn) == 1
-
-
 class Shifted(TinyDiffusion):
     """Other samples in the second pass."""
 
@@ -260,11 +213,8 @@ def test_going_on_reads_what_is_stored(tmp_path, world_size, options):
 
 
 def go_on(rank, settings, path):
-    strategy = quick_strategy(**settings.strategy)
-    devices = torch.distributed.get_world_size()
-    trainer = quiet_trainer(devices=devices, strategy=strategy, **settings.trainer)
-    trainer.fit(module := build(settings), datamodule=Data(**BATCHES), ckpt_path=path)
-    return weights_of(module), settings.trainer["callbacks"][0]._store.bytes_written
+    outcome = fit(rank, settings, torch.distributed.get_world_size(), ckpt_path=path)
+    return outcome.weights, settings.trainer["callbacks"][0]._store.bytes_written
 
 
 class Drawn(Samples):

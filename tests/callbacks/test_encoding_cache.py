@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from lightning_diffpipe.callbacks import EncodingCache
 from lightning_diffpipe.callbacks.encoding_cache import EncodingStore, _covers_data
 from lightning_diffpipe.graph.memo import Entry
-from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer, weights_of
+from tests.distributed.scenarios import Settings, build, fit, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
 from tests.ranks import run_in_turn, run_ranks
 from tests.rows import row
@@ -43,14 +43,6 @@ class Twice(TinyDiffusion):
         return super().loss(batch) * (1 + first.square().mean())
 
 
-class Hooks(L.Callback):
-    def __init__(self):
-        self.losses = []
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.losses.append(float(outputs["loss"]))
-
-
 class Mirrored(Samples):
     """Mirrors half of the samples, others in each epoch, and notes which it gave."""
 
@@ -77,21 +69,13 @@ def fit_cached(
     data_class=Data,
 ):
     """Losses of all batches, and what the cache found; without a folder no cache."""
-    hooks = Hooks()
-    cache = EncodingCache(folder, min_flops_per_byte=0.5) if folder else None
-    options = {"num_stages": world_size, "num_microbatches": 2, **(strategy_options or {})}
-    trainer = quiet_trainer(
-        devices=world_size,
-        strategy=quick_strategy(**options),
-        callbacks=[hooks, *([cache] if cache else [])],
-        max_epochs=epochs,
-    )
-    module = build(Settings(module_class=module_class))
-    trainer.fit(module, datamodule=data_class(size=20, batch_size=8))
-    weights = weights_of(module)
-    if cache is None:
-        return hooks.losses, weights, {}, {}, {}
-    return hooks.losses, weights, cache.memo.found, cache.memo.made, cache.refused
+    caches = [EncodingCache(folder, min_flops_per_byte=0.5)] if folder else []
+    strategy = {"num_stages": world_size, "num_microbatches": 2, **(strategy_options or {})}
+    data, trainer = {"size": 20, "batch_size": 8}, {"max_epochs": epochs}
+    settings = Settings({}, data, trainer, strategy, module_class, data_class)
+    outcome = fit(rank, settings, world_size, callbacks=caches)
+    found = [(cache.memo.found, cache.memo.made, cache.refused) for cache in caches]
+    return outcome.losses, outcome.weights, *(found[0] if found else ({}, {}, {}))
 
 
 @pytest.mark.slow
@@ -99,8 +83,7 @@ def test_one_process_reads_in_the_second_pass(tmp_path):
     plain = fit_cached(0, None, 1, 3)
     cached = fit_cached(0, tmp_path, 1, 3)
     assert cached[0] == plain[0], "bit for bit"
-    for name, value in plain[1].items():
-        assert torch.equal(cached[1][name], value), name
+    torch.testing.assert_close(cached[1], plain[1], rtol=0, atol=0)
     _, _, found, made, refused = cached
     assert made["encoder"] == 20
     assert found["encoder"] == 40
@@ -139,8 +122,7 @@ def test_two_ranks_share_a_folder(tmp_path, filling):
     again = run_ranks(fit_cached, 2, tmp_path, 2, 1, options)
     for rank in range(2):
         assert cached[rank][0] == plain[rank][0], "bit for bit"
-        for name, value in plain[rank][1].items():
-            assert torch.equal(cached[rank][1][name], value), name
+        torch.testing.assert_close(cached[rank][1], plain[rank][1], rtol=0, atol=0)
     found = sum(result[2]["encoder"] for result in cached)
     made = sum(result[3]["encoder"] for result in cached)
     assert made <= 32, "20 samples, and a few that ran in groups of another size first"
@@ -171,20 +153,6 @@ def test_layers_that_see_noise_are_computed(tmp_path):
     assert losses == plain[0]
     assert "noise" in refused["locked"]
     assert found["encoder"] == made["encoder"] == 20
-
-
-@pytest.mark.slow
-def test_other_weights_are_other_entries(tmp_path):
-    fit_cached(0, tmp_path, 1, 1)
-    _, _, found, made, _ = fit_cached(0, tmp_path, 1, 1, None, OtherWeights)
-    assert (found["encoder"], made["encoder"]) == (0, 20)
-
-
-class OtherWeights(TinyDiffusion):
-    def __init__(self, **options):
-        super().__init__(**options)
-        with torch.no_grad():
-            self.encoder.first.weight.mul_(1.001)
 
 
 class Augmented(TinyDiffusion):

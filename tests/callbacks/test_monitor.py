@@ -229,11 +229,8 @@ def test_later_callbacks_are_no_loading():
 
 def test_without_a_pipeline_it_counts_samples(tmp_path):
     monitor = PipelineMonitor(every_n_steps=2)
-    trainer = L.Trainer(
-        max_steps=4, accelerator="cpu", callbacks=[monitor], logger=CSVLogger(tmp_path, "", ""),
-        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
-        limit_val_batches=0,
-    )  # fmt: skip
+    logger = CSVLogger(tmp_path, "", "")
+    trainer = quiet_trainer(max_steps=4, callbacks=[monitor], logger=logger, limit_val_batches=0)
     trainer.fit(BoringModel())
     rates = [row for row in read_metrics(tmp_path) if "pipeline/samples_per_s" in row]
     assert len(rates) == 3

@@ -17,6 +17,7 @@ from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.callbacks import EMA, FID, ClipScore
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules import Optimization
+from tests.distributed.scenarios import quiet_trainer
 from tests.modules.tiny_parts import perturbed_latent_diffusion
 from tests.predictor.tiny_pipelines import clip_tokenizer
 from tests.ranks import run_ranks
@@ -92,11 +93,10 @@ def fit(callbacks, folder, world_size=1, num_stages=1, **options):
         "num_microbatches": 2,
         "profile": "flops",
     }
-    trainer = L.Trainer(
-        accelerator="cpu", devices=world_size, max_steps=4, val_check_interval=2, default_root_dir=folder,
+    trainer = quiet_trainer(
+        devices=world_size, max_steps=4, max_epochs=None, val_check_interval=2, default_root_dir=folder,
         strategy=DiffPipeStrategy(**settings, seed=1, timeout_s=20) if world_size > 1 else "auto",
-        log_every_n_steps=1, logger=CSVLogger(folder, "csv", ""), callbacks=callbacks, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=1,
+        log_every_n_steps=1, logger=CSVLogger(folder, "csv", ""), callbacks=callbacks, num_sanity_val_steps=1,
         check_val_every_n_epoch=None, **options,
     )  # fmt: skip
     module = perturbed_latent_diffusion()
@@ -128,10 +128,7 @@ def train(rank, world_size, num_stages, folder, num_samples, **options):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("world_size", "num_stages", "num_samples"),
-    [(2, 2, 100), row(4, 2, 6)],
-)
+@pytest.mark.parametrize(("world_size", "num_stages", "num_samples"), [(2, 2, 100), row(4, 2, 6)])
 def test_fid_of_a_pipeline_is_that_of_one_process(world_size, num_stages, num_samples, tmp_path):
     """Of the weights after the last step; pipelines side by side draw for their own batches."""
     for logged, same, other in run_ranks(
@@ -198,7 +195,7 @@ class Editing(L.LightningModule):
 
 def test_images_are_drawn_to_references_of_one_size_at_once():
     """History: data with references were refused, as they have no conditions."""
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer = quiet_trainer()
     metric, module, drawn = FID(Features(), num_samples=4, batch_size=2), Editing(), []
     metric._is_due, metric.log = True, lambda *arguments, **options: None
     metric.add_samples = lambda images, prompts: drawn.append((len(images), prompts))
@@ -230,7 +227,7 @@ class Animating(L.LightningModule):
 
 def test_videos_are_measured_frame_by_frame():
     """History: data of videos were refused."""
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer = quiet_trainer()
     videos = torch.stack([images(4), images(4).flip(0), images(4).roll(1, -1)], 2)
     logged, expected = [], FrechetInceptionDistance(Features(), sync_on_compute=False)
     metric = FID(Features(), num_samples=3, batch_size=2)
@@ -247,7 +244,7 @@ def test_videos_are_measured_frame_by_frame():
 
 
 def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path, monkeypatch):
-    trainer = L.Trainer(logger=False, enable_checkpointing=False)
+    trainer = quiet_trainer()
     with pytest.raises(ConfigurationError, match="Classes samples class_labels; leave it out"):
         ClipScore(clip(tmp_path)).setup(trainer, Classes(), "fit")
     with pytest.raises(ConfigurationError, match="FID samples with the module's own sample"):

@@ -14,6 +14,7 @@ from lightning_diffpipe.callbacks import EMA, FinalCheckpoint, SampleImages
 from lightning_diffpipe.callbacks.monitor import num_samples
 from lightning_diffpipe.callbacks.sample_images import image_grid
 from lightning_diffpipe.errors import ConfigurationError
+from tests.distributed.scenarios import quiet_trainer
 
 
 class Painter(BoringModel):
@@ -46,10 +47,8 @@ class Memory(Logger):
 
 def fit(tmp_path, callbacks, logger, module=None, data=None, ckpt_path=None, **kwargs):
     settings = {"max_steps": 6, "limit_val_batches": 0} | kwargs
-    trainer = L.Trainer(
-        **settings, accelerator="cpu", default_root_dir=tmp_path, logger=logger, callbacks=callbacks,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+    given = {"default_root_dir": tmp_path, "logger": logger, "callbacks": callbacks}
+    trainer = quiet_trainer(**{"max_epochs": -1} | settings, **given)
     trainer.fit(module or Painter(), datamodule=data, ckpt_path=ckpt_path)
     return trainer
 

@@ -180,9 +180,7 @@ def test_what_was_sent_is_not_kept_longer_than_what_waits_for_a_backward(
 
 @pytest.mark.slow
 def test_encodings_that_were_joined_are_not_kept_as_they_were_sent_as_well(wire, monkeypatch):
-    """History: to the end of the step every rank held the encodings it had received a second time, and those it
-    had sent.
-    """
+    """History: to the end of the step every rank held encodings twice, those received and those sent."""
     batch = image_batch(4)
     pipeline = pipeline_on_a_wire(wire, StableDiffusion(small_unet()), step, batch, 2, 2)
     held = []
@@ -219,9 +217,7 @@ class Stream:
 
 
 def test_over_nccl_a_posted_receive_has_memory_and_begins_where_it_is_due(monkeypatch):
-    """History: it began when it was posted, and occupied the device before what it depends on. In the stream that
-    computes it would now begin after everything that was computed since.
-    """
+    """History: it began when it was posted, and occupied the device before what it depends on."""
     notes: list[str] = []
     cuda = SimpleNamespace(
         current_stream=lambda device: Stream(notes, "compute"),
@@ -253,9 +249,7 @@ def test_over_nccl_a_posted_receive_has_memory_and_begins_where_it_is_due(monkey
 
 
 def test_sums_are_waited_for_on_behalf_of_the_stream_that_computes(monkeypatch):
-    """History: over gloo the thread that waits let its own stream wait for the copy back to a GPU, not the one that
-    reads the sum; and it began on the first GPU, where it took memory of another rank.
-    """
+    """History: over gloo the thread that waits let its own stream wait, not the one that reads the sum."""
     notes: list[str] = []
     mine = threading.get_ident()
 

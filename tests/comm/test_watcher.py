@@ -264,10 +264,7 @@ with watcher.run(0):
     [("stop", "C++"), ("agree", "C++"), ("agree", "a lock"), ("agree", "Python")],
 )
 def test_sigterm_ends_a_process_wherever_it_waits(at_sigterm, where):
-    """History: in training it was noted, and acted upon before the next batch, which never came.
-
-    A rank that waited in C++ for half an hour, or in user code for ever, was to be ended by SIGKILL.
-    """
+    """History: in training it was noted, and acted upon before the next batch, which never came."""
     with subprocess.Popen(
         [sys.executable, "-c", HANGS, at_sigterm, where],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

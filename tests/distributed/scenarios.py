@@ -2,12 +2,13 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.graph import rng
@@ -148,15 +149,33 @@ def fit_module(
     return trainer
 
 
-def fit(rank: int, settings: Settings, world_size: int) -> Outcome:
-    """Trains with the strategy; called on every rank."""
+def fit(
+    rank: int,
+    settings: Settings,
+    world_size: int,
+    folder: Any = None,
+    ckpt_path: Any = None,
+    callbacks: Iterable[L.Callback] = (),
+) -> Outcome:
+    """Trains with the strategy; called on every rank.
+
+    Args:
+        rank: This one.
+        settings: Of the run.
+        world_size: Number of ranks.
+        folder: Where a checkpoint of each epoch is left, if anywhere.
+        ckpt_path: What training goes on from.
+        callbacks: Beside those of the settings.
+    """
     module, recorder = build(settings), Recorder()
     initial = weights_of(module)
     strategy = quick_strategy(**settings.strategy)
-    callbacks = [recorder, *settings.trainer.get("callbacks", [])]
-    options = {**settings.trainer, "callbacks": callbacks}
+    saving = [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)] if folder else []
+    callbacks = [recorder, *settings.trainer.get("callbacks", []), *callbacks, *saving]
+    options = {"enable_checkpointing": bool(folder), **settings.trainer, "callbacks": callbacks}
     trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
-    trainer.fit(module, datamodule=settings.data_class(**settings.data))
+    data = settings.data_class(**settings.data)
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return outcome(trainer, module, recorder, initial)
 
 

@@ -10,6 +10,7 @@ import array
 import contextlib
 import ctypes
 import itertools
+import operator
 import random
 import re
 import sys
@@ -242,10 +243,7 @@ def late_rows(turn):
     ],
 )  # fmt: skip
 def test_what_begins_or_ends_late_trains_like_one_process(num_ranks, rows):
-    """History: such layers ended the run when they came; a term that ended left zeros where no gradient was.
-
-    Frozen layers ran ahead in bubbles with the input of the step before, a number of Python's for longer.
-    """
+    """History: such layers ended the run when they came; a term that ended left zeros where no gradient was."""
     train_like_one_process(rows, num_ranks)
 
 
@@ -273,10 +271,7 @@ class Flagged(Varying):
     ],
 )
 def test_what_hooks_set_unforeseen_ends_the_run(what, by, num_microbatches, said):
-    """History: frozen layers that ran ahead got what was set before, so that losses were silently others.
-
-    A term that a hook added made them NaN, with a warning that training may diverge.
-    """
+    """History: frozen layers that ran ahead got what was set before, so that losses were silently others."""
     settings = settings_of(what, "added", by, num_microbatches, {"num_stages": 2})
     outcomes = [each for (each,) in run_ranks(fit_all, 2, [settings], 2, False)]
     assert any(re.search(said, str(each)) for each in outcomes), outcomes
@@ -319,10 +314,7 @@ class Faded(nn.Module):
 
 @pytest.mark.parametrize(("how", "runs_ahead"), [("added", 0), ("left out", 1)])
 def test_numbers_that_hooks_set_in_frozen_layers_count_from_their_batch_on(how, runs_ahead):
-    """History: frozen layers that ran ahead read those of the batch before.
-
-    From then on they run when they are due, but not where only they themselves count.
-    """
+    """History: frozen layers that ran ahead read those of the batch before."""
     settings = settings_of("none", how, "hook", 2, {"num_stages": 2, "filling": "shares"})
     settings = replace(settings, module_class=Scheduled)
     outcomes = [each for (each,) in run_ranks(fit_all, 2, [settings], 2, False)]
@@ -596,10 +588,7 @@ def draw_until_small():
 
 @pytest.mark.parametrize("reads", SEARCHED)
 def test_runs_in_search_of_coins(reads):
-    """As few as tell whether what is drawn, counted or read decides what is called; 32 more if it does.
-
-    History: every step that drew from Python's generators, as all that drop captions do, ran 32 times.
-    """
+    """As few as tell whether what is drawn, counted or read decides what is called; 32 more if it does."""
     most, read = SEARCHED[reads]
     module, runs = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
     module.count = 0
@@ -666,36 +655,26 @@ class Counting(nn.Sequential):
         self.list = [torch.zeros(())]
 
     def count(self, where):
+        def added(owner, name):
+            setattr(owner, name, operator.iadd(getattr(owner, name, 0), 1))
+            return getattr(owner, name)
+
         if where == "seen":
             self.seen["steps"] += 1
-        elif where == "Counting.of_class":
-            Counting.of_class += 1
-        elif where == "share":
-            self.share += 1
-        elif where == "place":
-            self.place.steps += 1
-        elif where == "array":
-            self.array += 1
         elif where == "list":
             self.list[0] += 1
-        elif where == "slots":
-            self.slots.n += 1
         elif where == "memory":
             self.memory.append(0)
-        elif where == "number of C":
-            self.of_c.value += 1
-        elif where == "steps":
-            self.steps = getattr(self, "steps", 0) + 1
         return {
-            "seen": lambda: self.seen["steps"], "Counting.of_class": lambda: Counting.of_class,
-            "share": lambda: int(self.share), "place": lambda: self.place.steps,
-            "numbers": lambda: next(self.numbers), "steps": lambda: self.steps,
-            "array": lambda: int(self.array[0]), "list": lambda: self.list[0].clone(),
-            "slots": lambda: self.slots.n, "counts": lambda: next(self.counts),
+            "seen": lambda: self.seen["steps"], "Counting.of_class": lambda: added(Counting, "of_class"),
+            "share": lambda: int(added(self, "share")), "place": lambda: added(self.place, "steps"),
+            "numbers": lambda: next(self.numbers), "steps": lambda: added(self, "steps"),
+            "array": lambda: int(added(self, "array")[0]), "list": lambda: self.list[0].clone(),
+            "slots": lambda: added(self.slots, "n"), "counts": lambda: next(self.counts),
             "listed": lambda: next(self.listed), "pairs": lambda: next(self.pairs)[0],
             f"{__name__}.NUMBERS": lambda: next(NUMBERS), "closed": lambda: self.closed(),
             "cell": lambda: self.cell(), "memory": lambda: len(self.memory),
-            "number of C": lambda: self.of_c.value, "nothing": lambda: 1,
+            "number of C": lambda: added(self.of_c, "value"), "nothing": lambda: 1,
             "clock": lambda: 1 + 1e4 * time.perf_counter() % 1,  # in float32, too, another at once
         }[where]()  # fmt: skip
 

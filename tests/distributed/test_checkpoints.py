@@ -65,8 +65,7 @@ def test_a_checkpoint_of_two_ranks_looks_like_one_of_one(tmp_path):
     wanted = torch.load(plain, weights_only=True)
     assert got.keys() == wanted.keys()
     assert list(got["state_dict"]) == list(wanted["state_dict"])
-    for name, value in got["state_dict"].items():
-        assert torch.equal(value, weights[name]), name
+    torch.testing.assert_close(weights, got["state_dict"], rtol=0, atol=0)
     (got_state,), (wanted_state,) = got["optimizer_states"], wanted["optimizer_states"]
     assert got_state["state"].keys() == wanted_state["state"].keys()
     for index, values in wanted_state["state"].items():
@@ -97,8 +96,7 @@ def test_what_is_saved_after_training_is_what_is_saved_at_its_end(tmp_path):
         for what in ("state_dict", "optimizer_states", "callbacks"):
             torch.testing.assert_close(found[what], within[what], rtol=0, atol=0)
     for weights in resumed:
-        for name, value in straight().items():
-            assert_close(weights[name], value, 1e-10, name)
+        torch.testing.assert_close(weights, straight(), rtol=0, atol=1e-11)
 
 
 class SavesLess(TinyDiffusion):
@@ -125,8 +123,7 @@ def test_a_module_may_say_itself_what_is_saved(tmp_path):
         found = torch.load(path, weights_only=True)["state_dict"]
         assert found.keys() == saved.keys()
         assert {"last.weight", "blocks.0.mix.weight"} < found.keys()
-        for name, value in found.items():
-            assert torch.equal(value, saved[name]), name
+        torch.testing.assert_close(saved, found, rtol=0, atol=0)
         assert not any(value.isnan().any() for value in parameters.values())
 
 
@@ -152,17 +149,6 @@ def test_nothing_is_saved_after_a_failure(tmp_path):
     run_ranks(save_after_a_failure, 2, tmp_path / "a.ckpt")
 
 
-def load_missing(rank, path):
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*none\.ckpt") as raised:
-        train(rank, 1, 1, load=path)
-    assert isinstance(raised.value, FileNotFoundError), "plain Lightning's is one"
-
-
-def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
-    """History: Lightning's own error said nothing but the path, with a traceback."""
-    run_ranks(load_missing, 1, tmp_path / "none.ckpt")
-
-
 @functools.cache
 def straight():
     """The weights of one rank after two epochs without a break."""
@@ -184,8 +170,7 @@ def test_training_goes_on_from_a_checkpoint_on_other_ranks(tmp_path, before, aft
     path.write_bytes(checkpoint_of(before))
     resumed = run_ranks(train, after, after, 2, None, path)
     for weights in resumed:
-        for name, value in straight().items():
-            assert_close(weights[name], value, 1e-10, name)
+        torch.testing.assert_close(weights, straight(), rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0)])
@@ -195,8 +180,7 @@ def test_checkpoints_travel_between_strategies(tmp_path, before, after):
     saved = run_ranks(train, max(before, 1), before, 1, path)[0]
     loaded, _ = run_in_turn(train, max(after, 1), (after, 1, None, path), (after, 2, None, path))
     for weights in loaded:
-        for name, value in saved.items():
-            assert torch.equal(weights[name], value), name
+        torch.testing.assert_close(weights, saved, rtol=0, atol=0)
 
 
 def watch(rank, world_size, folder):
@@ -214,13 +198,6 @@ def test_callbacks_that_decide_by_metrics_decide_alike_on_all_ranks(tmp_path):
     assert first == second
     assert first[0] < 10, "EarlyStopping did not stop"
     assert len(list(tmp_path.glob("*.ckpt"))) == 2
-
-
-def test_a_checkpoint_cut_short_is_named(tmp_path):
-    whole, broken = checkpoint_of(2), tmp_path / "broken.ckpt"
-    broken.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(RankError, match=r"cannot read the checkpoint .*broken\.ckpt"):
-        run_ranks(train, 2, 2, 1, None, broken)
 
 
 def test_a_checkpoint_of_another_module_is_refused(tmp_path):
@@ -443,8 +420,7 @@ def fit_with_other_optimizers(rank, world_size, folder):
     for epochs, load in [(1, None), (2, path)]:
         module, saving = make(WithoutOptimizer), SaveAtEnd(path)
         fit_module(module, world_size, ckpt_path=load, max_epochs=epochs, callbacks=[saving])
-        for name, value in weights_of(module).items():
-            assert torch.equal(value, untouched[name]), name
+        torch.testing.assert_close(untouched, weights_of(module), rtol=0, atol=0)
     with pytest.raises(
         CheckpointError, match=r"states of 0 optimizers, .* gives 1 optimizers \(of .*, so training"
     ) as raised:
@@ -570,12 +546,3 @@ def test_training_goes_on_in_the_middle_of_an_epoch(tmp_path, kind, num_workers)
         torch.testing.assert_close(own_weights, weights)
         assert seen_again == seen[8:]
         assert all(torch.equal(weights_again[name], own_weights[name]) for name in weights)
-
-
-def test_an_epoch_goes_on_on_other_ranks(tmp_path):
-    path = tmp_path / "half.ckpt"
-    (((seen, weights), _),) = run_ranks(interrupted, 1, 1, "glyphs", tmp_path, 0, path)
-    resumed = run_ranks(train_on_images, 2, 2, "glyphs", tmp_path, 0, None, path)
-    for seen_again, weights_again in resumed:
-        assert seen_again == seen[8:]
-        torch.testing.assert_close(weights_again, weights)

@@ -1,6 +1,7 @@
 """Modules that are built in `configure_model` take no memory until a rank places its layers of them."""
 
 import contextlib
+import functools
 
 import lightning as L
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.graph.placement import is_in_file, is_placeholder
-from tests.distributed.scenarios import SEED, assert_close, fit_module, weights_of
+from tests.distributed.scenarios import SEED, fit_module, weights_of
 from tests.ranks import RankError, run_ranks
 from tests.rows import row
 
@@ -115,10 +116,7 @@ def on_ranks(world_size, place="plain", module_class=Built, seed=SEED, **options
     return run_ranks(train, world_size, *arguments)
 
 
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
+assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 @pytest.mark.distributed
@@ -131,8 +129,7 @@ def test_layers_of_configure_model_are_those_of_one_process(place):
         assert seen["in files"]
         assert seen["losses"] == pytest.approx(alone["losses"], rel=1e-10, abs=0)
         assert_same(first, initial)
-        for name, value in weights.items():
-            assert_close(last[name], value, 1e-10, name)
+        torch.testing.assert_close(last, weights, rtol=0, atol=1e-11)
     assert not torch.equal(initial["head.weight"], weights["head.weight"])
     assert torch.equal(initial["encoder.weight"], weights["encoder.weight"])
     assert all(seen["own"] < 0.8 * alone["own"] for *_, seen in ranks)
@@ -154,9 +151,8 @@ def test_ranks_without_a_seed_get_the_numbers_of_rank_0():
     assert not torch.equal(one["head.weight"], other["head.weight"])
     [(initial, weights, _)] = on_ranks(1, seed=100, max_steps=1)
     assert_same(one, initial)
-    for name, value in weights.items():
-        assert_close(first[name], value, 1e-10, name)
-        assert_close(second[name], value, 1e-10, name)
+    for last in (first, second):
+        torch.testing.assert_close(last, weights, rtol=0, atol=1e-11)
 
 
 @pytest.mark.distributed

@@ -39,11 +39,7 @@ LIMIT_S = 200.0
     ],
 )
 def test_both_sides_of_a_dead_link_end_and_name_each_other(rank, phase):
-    """Within a minute; the benchmark measures how soon.
-
-    History: between the meeting of all ranks and their first connections a dead link was waited for half an hour;
-    so did ranks of a Predictor, which had said whom they had lost, when Python ended.
-    """
+    """History: before the first connections of all ranks a dead link was waited for half an hour."""
     outcome = run_one("two hosts", "LINK", rank, phase)
     assert outcome.seconds is not None, outcome.output
     assert outcome.names_both(rank, phase), outcome.output

@@ -92,8 +92,7 @@ def test_a_step_may_ask_for_optimizers_and_the_number_of_steps():
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("strategy", "num_steps"),
-    [({}, 12), ({"num_stages": 1, "data_parallel": 2}, 6)],
+    ("strategy", "num_steps"), [({}, 12), ({"num_stages": 1, "data_parallel": 2}, 6)]
 )
 def test_all_ranks_read_their_own_optimizers_and_the_steps_of_their_pipeline(strategy, num_steps):
     """History: a loader made for the probe gave each rank samples of its own, and half as many steps."""

@@ -175,12 +175,7 @@ def count(rank, world_size, options, size):
     [row(2, 2, 1, 1), row(2, 1, 2, 1), (4, 2, 1, 2)],
 )
 def test_what_is_logged_is_what_one_process_logs(world_size, num_stages, num_replicas, pipelines):
-    """Batches of 8 and 5 samples in each pipeline, of two ranks or two replicas.
-
-    History: `batch_size` was that of microbatch 0, equal in both batches; sums over all ranks counted a pipeline
-    as often as it has ranks; sums and extremes were averaged over microbatches; and of names that only some
-    microbatches log, those of the first alone counted.
-    """
+    """Batches of 8 and 5 samples in each pipeline, of two ranks or two replicas."""
     options = {"num_stages": num_stages, "num_replicas": num_replicas, "num_microbatches": 4}
     alone, _, _ = count(0, 0, (), 13 * pipelines)
     alone = {name: value for name, value in alone.items() if name.startswith("train/")}
@@ -313,9 +308,6 @@ def test_evaluation_draws_what_one_process_draws(how):
     ],
 )
 def test_gradients_taken_in_a_validation_are_refused_by_name(how, said):
-    """History: torch said on one rank that a tensor had no graph, and the other waited for it.
-
-    Values of another rank could not be read inside a transform, and both ranks said that the other was lost.
-    """
+    """History: torch said on one rank that a tensor had no graph, and the other waited for it."""
     with pytest.raises(RankError, match=rf"GraphError: {said}.*, which pos.*num_stages=1"):
         run_ranks(evaluate, 2, 2, how)

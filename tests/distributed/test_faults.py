@@ -51,12 +51,6 @@ def plan_of_two_ranks():
     return on_ranks(2, trainer={"max_steps": 1})[0].plan
 
 
-def test_a_plan_can_be_given_and_is_followed():
-    plan = plan_of_two_ranks()
-    again = on_ranks(2, trainer={"max_steps": 1}, strategy={"plan": plan})[1].plan
-    assert again.digest == plan.digest
-
-
 class Frozen(TinyDiffusion):
     """A module in which nothing is trained."""
 
@@ -504,29 +498,9 @@ def test_spawn_and_fork_are_refused(method):
 # ---------------------------------------------------------------------------------- broken peers
 
 
-class Dies(L.Callback):
-    """Ends a rank in mid-training, without a word."""
-
-    def __init__(self, rank):
-        self.rank = rank
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if batch_idx == 1 and trainer.global_rank == self.rank:
-            os._exit(3)
-
-
 def fit_with(rank, world_size, callback, timeout_s):
     watcher._GRACE_S = 30.0  # a busy machine may take long from an error to its traceback
     fit_module(world_size=world_size, strategy={"timeout_s": timeout_s}, callbacks=[callback])
-
-
-@pytest.mark.parametrize("dying", [0, 1])
-def test_when_a_rank_dies_the_others_stop_in_seconds(dying):
-    """By the broken connection, long before a timeout. History: gloo waits 30 minutes by default, NCCL for ever."""
-    with pytest.raises(RankError, match="ranks failed") as caught:
-        run_ranks(fit_with, 2, 2, Dies(dying), 60.0)
-    assert f"rank {dying} (exit code 3)" in str(caught.value)
-    assert f"PipelineTimeoutError: rank {1 - dying} waited for" in str(caught.value)
 
 
 class SavesWhenItFails(L.Callback):

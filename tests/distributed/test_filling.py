@@ -329,11 +329,7 @@ def test_two_pipelines_with_interleaved_stages():
 
 
 def test_layers_that_mix_samples_are_not_split():
-    """They are found before anything is planned, and the run is as in one process.
-
-    History: the layer had no parameter, so that it was glue, which is never split. Then runs ended when a
-    microbatch was first split, and named the `frozen_group_size` that keeps it whole.
-    """
+    """They are found before anything is planned, and the run is as in one process."""
     strategy = {"num_stages": 2, "frozen_group_size": 1}
     settings = {"module_class": MixesSamples, "trainer": THREE_STEPS, "strategy": strategy}
     (outcome, _), _ = check_parity(2, **settings)
@@ -472,34 +468,3 @@ def test_a_rank_that_alone_changes_frozen_weights_is_named():
             assert f"changed before batch 2 on rank {changed}, but not on all ranks" in message
         else:  # it waits for that rank, or for one that waits for it
             assert re.search("with frozen layers changed|its own error says more", message)
-
-
-class Fails(TinyDiffusion):
-    """Fails in the third batch, while a frozen run of the fourth is paused on the other rank."""
-
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 2 and self.trainer.strategy.global_rank == 0:
-            self.blocks[0].register_forward_pre_hook(_fail)
-        return super().training_step(batch, batch_idx)
-
-
-def _fail(module, args):
-    raise RuntimeError("out of luck")
-
-
-def failing(rank, settings, world_size):
-    """What each rank raises."""
-    try:
-        train(rank, settings, world_size)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def test_a_failure_ends_all_ranks():
-    settings = Settings(
-        trainer={"max_steps": 6, "max_epochs": -1}, strategy={"timeout_s": 8}, module_class=Fails
-    )
-    first, second = run_ranks(failing, 2, settings, 2)
-    assert "out of luck" in first
-    assert "LostRankError" in second

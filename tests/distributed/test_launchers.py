@@ -165,14 +165,6 @@ def test_chosen_by_the_environment(monkeypatch):
     assert isinstance(trainer.strategy, DiffPipeStrategy)
 
 
-def test_without_the_import_lightning_knows_no_such_strategy(tmp_path):
-    """Documented in the README: Lightning reads no entry points for strategies."""
-    write(tmp_path, "", 'strategy="diffpipe",')
-    code, output = finish(start(tmp_path), tmp_path)
-    assert code != 0
-    assert re.search("invalid strategy name.*diffpipe", output), output
-
-
 @pytest.mark.parametrize("launcher", [(), row(TORCHRUN)], ids=["python", "torchrun"])
 def test_an_error_on_one_rank_ends_the_script(tmp_path, launcher):
     write(tmp_path)

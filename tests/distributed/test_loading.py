@@ -277,8 +277,7 @@ def evaluate(rank, devices, options, names):
     ],
 )
 def test_evaluation_outside_of_fit_is_that_of_one_process(devices, options):
-    """History: each rank of a pipeline got every second sample, batches of one row or a TypeError with a batch
-    sampler, indices 0, 2, 4 for those who write predictions, and its own random numbers."""
+    """History: each rank of a pipeline got every second sample, and its own random numbers."""
     alone = evaluate(0, 0, {}, EVALUATED)
     for rank, found in enumerate(run_ranks(evaluate, devices, devices, options, list(EVALUATED))):
         for key, expected in alone.items():

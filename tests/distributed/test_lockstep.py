@@ -63,12 +63,7 @@ def count_calls_of_default_group(rank, folder):
 
 
 def test_nothing_goes_over_the_default_group_between_steps(tmp_path):
-    """History: Lightning broadcast whether rank 0 has got SIGTERM; on NCCL the host waited for the device for it.
-
-    A rank that had failed between steps was waited for there, half an hour, without a word. So it was with whether
-    `max_time` is over or a `ModelCheckpoint` by time is due, unseen, as torch's `broadcast_object_list` calls no
-    other collective by its public name.
-    """
+    """History: a rank that had failed between steps was waited for there, half an hour, without a word."""
     assert run_ranks(count_calls_of_default_group, 2, str(tmp_path)) == [[], []]
 
 
@@ -127,10 +122,7 @@ def fit_until_signalled(rank, world_size, signalled, batch, folder, max_epochs=2
 
 @pytest.mark.parametrize(("world_size", "signalled"), [row(2, 0), (2, 1), (4, 3)])
 def test_a_signal_to_one_rank_ends_all_behind_the_same_batch(tmp_path, world_size, signalled):
-    """History: a rank that was not rank 0 stopped by itself, and the others missed its messages.
-
-    On four ranks there are two pipelines.
-    """
+    """History: a rank that was not rank 0 stopped by itself, and the others missed its messages."""
     results = run_ranks(fit_until_signalled, world_size, world_size, signalled, 2, str(tmp_path))
     assert len(set(results)) == 1
     ended_by, num_batches = results[0]

@@ -83,9 +83,7 @@ def fit_while_waiting_for_devices(rank, settings, world_size):
     [(2, {"num_stages": 2}), (2, INTERLEAVED), row(3, {"num_stages": 3})],
 )
 def test_layers_may_wait_for_the_whole_device(world_size, strategy):
-    """History: receives began before what they depend on. The first rank waited in its first forward, for
-    memory that cuDNN's benchmark gave back, for the gradient of the activation it was about to compute.
-    """
+    """History: the first rank waited in its first forward for the gradient of the activation it was to compute."""
     # So many blocks that each rank has one that waits.
     check_parity(
         world_size, 4, run=fit_while_waiting_for_devices, module={"num_blocks": 6}, data={"batch_size": 4},

@@ -1,27 +1,23 @@
 """Optimizer states in host memory: numbers, files and bits of training with states on the device."""
 
 import itertools
-from dataclasses import replace
-from functools import partial, partialmethod
-from unittest import mock
+from functools import partial
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_diffpipe.modules import Optimization, Prodigy
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
-    build,
     fit,
-    quick_strategy,
-    quiet_trainer,
+    fit_module,
+    make,
     reference,
     weights_of,
 )
-from tests.distributed.tiny import Data, TinyDiffusion
+from tests.distributed.tiny import TinyDiffusion
 from tests.ranks import RankError, run_in_turn, run_ranks
 from tests.rows import row
 
@@ -44,10 +40,7 @@ class Watch(L.Callback):
 
 def fit_watched(rank, settings, world_size, folder=None, load=None):
     watch = Watch()
-    save = [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)] if folder else []
-    trainer = settings.trainer | {"callbacks": [watch, *save], "enable_checkpointing": bool(folder)}
-    with mock.patch.object(L.Trainer, "fit", partialmethod(L.Trainer.fit, ckpt_path=load)):
-        return fit(rank, replace(settings, trainer=trainer), world_size), watch
+    return fit(rank, settings, world_size, folder, load, [watch]), watch
 
 
 def settings_of(where, module=None, **strategy):
@@ -83,8 +76,7 @@ def test_states_in_host_memory_train_as_one_process_and_to_the_last_bit(
     runs, without = run_in_turn(fit_watched, num_ranks, (away, num_ranks), (here, num_ranks))
     assert_equal_runs([outcome for outcome, _ in runs], expected)
     for rank, ((outcome, watch), (plain, _)) in enumerate(zip(runs, without, strict=True)):
-        for name, value in plain.weights.items():
-            assert torch.equal(outcome.weights[name], value), name
+        torch.testing.assert_close(outcome.weights, plain.weights, rtol=0, atol=0)
         for ours, theirs in zip(outcome.gradients, plain.gradients, strict=True):
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert watch.plan.options.optimizer_offload == "all"
@@ -115,16 +107,14 @@ def test_files_are_the_same_and_go_on_with_states_on_either_side(strategy, tmp_p
         assert all(torch.equal(ours["state"][number][name], state[name]) for name in state)
     for later in resumed:
         for (outcome, _), (first, _) in zip(later, runs, strict=True):
-            for name, value in first.weights.items():
-                assert torch.equal(outcome.weights[name], value), name
+            torch.testing.assert_close(outcome.weights, first.weights, rtol=0, atol=0)
 
 
 def fit_freely(rank, where):
     """PipeDream, whose ranks step by themselves while other batches are under way."""
-    module, watch = build(Settings()), Watch()
-    strategy = quick_strategy(num_stages=2, schedule="pipedream", optimizer_offload=where)
-    trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[watch], max_epochs=2)
-    trainer.fit(module, datamodule=Data())
+    module, watch = make(), Watch()
+    strategy = {"num_microbatches": "auto", "schedule": "pipedream", "optimizer_offload": where}
+    fit_module(module, 2, strategy=strategy, callbacks=[watch], max_epochs=2)
     return weights_of(module), watch
 
 
@@ -133,8 +123,7 @@ def test_without_a_flush_nothing_changes():
     away, here = run_in_turn(fit_freely, 2, ("all",), ("none",))
     for (weights, watch), (expected, _) in zip(away, here, strict=True):
         assert watch.copied[-1] > watch.copied[0]
-        for name, value in expected.items():
-            assert torch.equal(weights[name], value), name
+        torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
 class ReadyMade(TinyDiffusion):
@@ -151,10 +140,8 @@ class ReadyMade(TinyDiffusion):
 def planned(rank, module_class, memory_bytes, **options):
     """The plan, after two steps."""
     cluster = {"memory_bytes": memory_bytes, "host_bytes_per_s": 1e9} if memory_bytes else "measure"
-    strategy = quick_strategy(num_microbatches=6, cluster=cluster, **STAGES, **options)
-    watch = Watch()
-    trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[watch], max_steps=2)
-    trainer.fit(module_class().double(), datamodule=Data())
+    strategy, watch = {"num_microbatches": 6, "cluster": cluster, **options}, Watch()
+    fit_module(module_class, 2, strategy=strategy, callbacks=[watch], max_steps=2)
     return watch.plan, watch.copied
 
 
@@ -175,9 +162,8 @@ def test_states_leave_by_themselves_where_memory_is_short_and_the_optimizer_is_k
 
 
 def refused(rank):
-    strategy = quick_strategy(num_microbatches=2, optimizer_offload="all", **STAGES)
-    module = ReadyMade(partial(Prodigy, lr=1.0))
-    quiet_trainer(devices=2, strategy=strategy).fit(module.double(), datamodule=Data())
+    module = make(ReadyMade, make=partial(Prodigy, lr=1.0))
+    fit_module(module, 2, strategy={"optimizer_offload": "all"})
 
 
 def test_optimizers_that_sum_over_parameters_are_refused_by_name():

@@ -1,14 +1,12 @@
 """Optimizer states shared by the ranks that hold the same parameters: numbers of one process, ordinary files."""
 
 from collections import Counter
-from functools import partial, partialmethod
+from functools import partial
 from types import SimpleNamespace
-from unittest import mock
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_diffpipe.modules import Muon, Optimization, Prodigy
@@ -18,16 +16,16 @@ from lightning_diffpipe.runtime.optimizer_sharding import (
     updates_independently,
 )
 from tests.distributed.scenarios import (
+    Recorder,
     Settings,
-    assert_close,
     assert_equal_runs,
     fit,
-    quick_strategy,
-    quiet_trainer,
+    fit_module,
+    make,
     reference,
     weights_of,
 )
-from tests.distributed.tiny import Data, Inheriting, Switching, TinyDiffusion
+from tests.distributed.tiny import Inheriting, Switching, TinyDiffusion
 from tests.ranks import RankError, run_ranks
 from tests.rows import row
 
@@ -110,10 +108,7 @@ class States(L.Callback):
 
 def fit_and_note(rank, settings, world_size, folder=None, load=None):
     states = States()
-    save = [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)] if folder else []
-    settings.trainer |= {"callbacks": [states, *save], "enable_checkpointing": bool(folder)}
-    with mock.patch.object(L.Trainer, "fit", partialmethod(L.Trainer.fit, ckpt_path=load)):
-        return fit(rank, settings, world_size), states.names
+    return fit(rank, settings, world_size, folder, load, [states]), states.names
 
 
 def adamw_ahead(groups):
@@ -175,16 +170,13 @@ def test_checkpoints_are_whole_and_go_on_with_other_ranks_and_unshared(writer, r
         for outcome, states in run_ranks(fit_and_note, world_size, later, world_size, None, path):
             if reader is REPLICAS:
                 assert shares == (len(states) < len(state["state"]))
-            for name, value in expected.weights.items():
-                assert_close(outcome.weights[name], value, 1e-10, name)
+            torch.testing.assert_close(outcome.weights, expected.weights, rtol=0, atol=1e-11)
 
 
 def fit_without_flush(rank, shards):
     options = {"num_stages": 2, "num_microbatches": 1, "data_parallel": 2, "schedule": "pipedream"}
-    states, module = States(), Optimized(ADAMW).double()
-    strategy = quick_strategy(shard_optimizer=shards, **options)
-    trainer = quiet_trainer(devices=4, strategy=strategy, callbacks=[states])
-    trainer.fit(module, datamodule=Data())
+    states, module = States(), make(Optimized, make=ADAMW)
+    fit_module(module, 4, strategy={"shard_optimizer": shards, **options}, callbacks=[states])
     return weights_of(module), states.names
 
 
@@ -194,8 +186,7 @@ def test_pipelines_that_never_flush_share_states_to_the_last_bit():
     shared, separate = (run_ranks(fit_without_flush, 4, shards) for shards in (True, False))
     assert sum(len(names) for _, names in separate) == 2 * sum(len(names) for _, names in shared)
     for (got, _), (wanted, _) in zip(shared, separate, strict=True):
-        for name, value in wanted.items():
-            assert torch.equal(got[name], value), name
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
 def test_which_rank_updates_what_depends_on_sizes_alone():
@@ -281,9 +272,8 @@ def test_a_step_that_calls_that_of_its_base_keeps_gradients_and_sends_once(
 
 
 def fit_on(rank, make, strategy, world_size):
-    strategy = quick_strategy(num_microbatches=2, shard_optimizer=True, **strategy)
-    trainer = quiet_trainer(devices=world_size, strategy=strategy)
-    trainer.fit(Optimized(make).double(), datamodule=Data())
+    module = Optimized(make).double()
+    fit_module(module, world_size, strategy={"shard_optimizer": True, **strategy})
 
 
 @pytest.mark.parametrize("make", [partial(CoupledSGD, lr=1e-2), row(partial(Switching, lr=1e-2))])
@@ -304,25 +294,12 @@ class ReadyMade(Optimized):
 
 def peaks_of(rank, module_class, shards, memory_bytes):
     limit = {"cluster": {"memory_bytes": memory_bytes}} if memory_bytes else {}
-    strategy = quick_strategy(
-        **REPLICAS[1], num_microbatches=2, shard_optimizer=shards, checkpointing="none", **limit
-    )
-    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=1)
+    strategy = {**REPLICAS[1], "shard_optimizer": shards, "checkpointing": "none", **limit}
     module = module_class() if module_class is ReadyMade else module_class(ADAMW)
-    plans = []
-    trainer.callbacks.append(Planned(plans))
-    trainer.fit(module.double(), datamodule=Data())
-    return plans[0].options.shard_optimizer, max(plans[0].planned.peak_memory_bytes)
-
-
-class Planned(L.Callback):
-    """Notes the plan."""
-
-    def __init__(self, plans):
-        self.plans = plans
-
-    def on_train_start(self, trainer, module):
-        self.plans.append(trainer.strategy.plan)
+    recorder = Recorder()
+    fit_module(module.double(), 2, strategy=strategy, max_steps=1, callbacks=[recorder])
+    plan = recorder.plan
+    return plan.options.shard_optimizer, max(plan.planned.peak_memory_bytes)
 
 
 def test_states_are_shared_by_themselves_where_memory_is_short_and_the_optimizer_is_known():

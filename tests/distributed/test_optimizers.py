@@ -3,16 +3,13 @@
 Those of packages that only some users have are tried by `make test-tables`, which installs them in a folder.
 """
 
-from functools import partial, partialmethod
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from unittest import mock
 
 import hydra
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import OmegaConf
 
 from lightning_diffpipe.modules import Optimization
@@ -22,11 +19,10 @@ from tests.distributed.scenarios import (
     assert_close,
     assert_equal_runs,
     fit,
-    quick_strategy,
-    quiet_trainer,
+    fit_module,
     reference,
 )
-from tests.distributed.tiny import Data, TinyDiffusion
+from tests.distributed.tiny import TinyDiffusion
 from tests.ranks import RankError, run_ranks
 from tests.rows import row
 
@@ -70,21 +66,6 @@ def settings_of(name, dtype, epochs=2, groups=(), **own):
     )
 
 
-def fit_and_save(rank, settings, world_size, folder):
-    settings.trainer |= {
-        "enable_checkpointing": True,
-        "callbacks": [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
-    }
-    return fit(rank, settings, world_size)
-
-
-def resumed(rank, settings, world_size, path):
-    """Goes on from a checkpoint."""
-    trains = L.Trainer.fit
-    with mock.patch.object(L.Trainer, "fit", partialmethod(trains, ckpt_path=path)):
-        return fit(rank, settings, world_size)
-
-
 def of_package(name, *rest):
     """A row that needs a package."""
     missing = not find_spec(name)
@@ -124,7 +105,7 @@ def test_two_stages_train_as_one_process_and_go_on_as_if_never_stopped(
     expected = reference(make(), 2)
     pipelined = make()
     pipelined.strategy = {"num_stages": 2, "num_microbatches": 2}
-    outcomes = run_ranks(fit_and_save, 2, pipelined, 2, tmp_path)
+    outcomes = run_ranks(fit, 2, pipelined, 2, tmp_path)
     assert_equal_runs(outcomes, expected, tolerance)
     saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=False)
     state = saved["optimizer_states"][0]
@@ -134,18 +115,15 @@ def test_two_stages_train_as_one_process_and_go_on_as_if_never_stopped(
         assert last["param_groups"][0]["d"] > 1.1e-4, "no step size was found"
     if name == "schedule_free":
         assert not state["param_groups"][0]["train_mode"], "the weights are not the averages"
-    pipelined.trainer.pop("callbacks", None)
-    later = run_ranks(resumed, 2, pipelined, 2, tmp_path / "epoch=0.ckpt")
+    later = run_ranks(fit, 2, pipelined, 2, None, tmp_path / "epoch=0.ckpt")
     for outcome in later:
         for parameter, value in expected.weights.items():
             assert_close(outcome.weights[parameter], value, tolerance, parameter)
 
 
 def fit_without_flush(rank, optimization):
-    strategy = quick_strategy(num_stages=2, num_microbatches=1, schedule="pipedream")
-    quiet_trainer(devices=2, strategy=strategy).fit(
-        Optimized(optimization).double(), datamodule=Data()
-    )
+    strategy = {"num_microbatches": 1, "schedule": "pipedream"}
+    fit_module(Optimized(optimization).double(), 2, strategy=strategy)
 
 
 @pytest.mark.parametrize("name", ["prodigy", of_package("schedulefree", "schedule_free")])

@@ -25,10 +25,9 @@ from tests.distributed.scenarios import (
     make,
     on_ranks,
     reference,
-    weights_of,
 )
 from tests.distributed.tiny import WIDTH, Coin, Data, TinyDiffusion, Twice
-from tests.ranks import RankError, run_in_turn, run_ranks
+from tests.ranks import RankError
 from tests.rows import row
 
 pytestmark = pytest.mark.distributed
@@ -233,25 +232,32 @@ def test_a_step_that_reads_values_between_layers_has_one_call_sequence(num_ranks
 
 
 class Counting(TinyDiffusion):
-    """Counts its microbatches in a buffer and in a list, before all layers."""
+    """Counts its microbatches, in a buffer and a list before all layers, in a metric and a list after them."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("num_seen", torch.zeros(()))
-        self.seen = []
+        self.seen, self.seen_later, self.score = [], [], SumMetric(nan_strategy="disable")
 
     def training_step(self, batch, batch_idx):
         self.num_seen += 1
         self.seen.append(len(batch["image"]))
-        return super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        self.score.update(loss.detach())
+        self.seen_later.append(len(batch["image"]))
+        return loss
 
 
-def test_what_a_step_counts_is_not_counted_where_its_calls_are_recognised():
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_what_a_step_counts_is_not_counted_where_its_calls_are_recognised(num_microbatches):
     """History: with one stage the first microbatch of every batch was counted twice."""
-    module = make(Counting)
-    fit_module(module, data=Data(batch_size=4))
-    assert module.seen == [2] * 12
-    assert module.num_seen == 12
+    module, recorder = make(Counting), Recorder()
+    strategy = {"num_microbatches": num_microbatches}
+    fit_module(module, 1, Data(batch_size=4), strategy, callbacks=[recorder])
+    assert module.seen == module.seen_later == [4 // num_microbatches] * 6 * num_microbatches
+    assert module.num_seen == len(module.seen)
+    total = num_microbatches * sum(recorder.losses)
+    assert float(module.score.compute()) == pytest.approx(total)
 
 
 class Unforeseen(TinyDiffusion):
@@ -293,11 +299,7 @@ def trains_a_late_sequence(num_ranks, max_steps, strategy, **module):
     ],
 )
 def test_a_sequence_with_more_calls_than_were_planned(num_ranks, module, strategy):
-    """History: it was refused; now stages before the planned ones run it, where the weights lie.
-
-    History: where frozen layers had run for a batch that then had another call sequence, the batches after it got
-    the numbers of others, and the run ended, as if a callback had changed them.
-    """
+    """History: where frozen layers had run for such a batch, the batches after it got the numbers of others."""
     trains_a_late_sequence(num_ranks, 7, strategy, module_class=Later, module=module)
 
 
@@ -328,10 +330,7 @@ class SecondLoss(Unforeseen):
 def test_a_late_sequence_that_begins_with_all_calls_of_a_known_one(
     num_ranks, module_class, module, strategy
 ):
-    """History: it ended the run, as the code after the last layer, which alone tells, was not run before.
-
-    Gradients are on in both passes.
-    """
+    """History: it ended the run, as the code after the last layer, which alone tells, was not run before."""
     trains_a_late_sequence(num_ranks, 5, strategy, module_class=module_class, module=module)
 
 
@@ -341,27 +340,6 @@ def test_a_late_sequence_of_a_step_that_reads_values_ends_the_run():
         RankError, match=r"(?s)its sequence has \d+ layer calls.*module, so that all"
     ):
         on_ranks(2, module_class=SecondLoss, module={"reads": True}, trainer={"max_steps": 5})
-
-
-class Scored(TinyDiffusion):
-    """Updates a metric after its last layer, and counts there."""
-
-    def __init__(self):
-        super().__init__()
-        self.score, self.seen = SumMetric(nan_strategy="disable"), []
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.score.update(loss.detach())
-        self.seen.append(len(batch["image"]))
-        return loss
-
-
-def test_what_follows_the_last_layer_is_left_alone_where_calls_are_recognised():
-    module, recorder = make(Scored), Recorder()
-    fit_module(module, 1, Data(batch_size=4), {"num_microbatches": 1}, callbacks=[recorder])
-    assert module.seen == [4] * len(recorder.losses)
-    assert float(module.score.compute()) == pytest.approx(sum(recorder.losses))
 
 
 class ManySequences(TinyDiffusion):
@@ -396,22 +374,3 @@ def test_more_sequences_than_can_be_planned_are_refused():
         GraphError, match=r"has 1[0-2] call sequences.* 8 can be planned.*fewer coins"
     ):
         fit_module(make(ManySequences, sides=12), strategy={"num_microbatches": 1}, max_steps=1)
-
-
-def train(rank, world_size, epochs, save=None, load=None, module_class=Twice):
-    module = make(module_class)
-    trainer = fit_module(module, world_size, Data(size=12), ckpt_path=load, max_epochs=epochs)
-    if save:
-        trainer.save_checkpoint(save)
-    return weights_of(module)
-
-
-@pytest.mark.parametrize("module_class", [row(Twice), Coin])
-def test_self_conditioning_goes_on_from_a_checkpoint(tmp_path, module_class):
-    path = tmp_path / "half.ckpt"
-    straight = run_ranks(train, 1, 1, 2, None, None, module_class)[0]
-    half, rest = (2, 1, path, None, module_class), (2, 2, None, path, module_class)
-    _, resumed = run_in_turn(train, 2, half, rest)
-    for weights in resumed:
-        for name, value in straight.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-9)

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 from examples import porting
 from tests.distributed.scenarios import check_parity
 from tests.distributed.tiny import Data, Pairs, subject_first
-from tests.modules.tiny_parts import tiny_unet, tiny_vae
+from tests.modules.tiny_parts import tiny_clip, tiny_unet, tiny_vae
 from tests.rows import row
 from tests.zoo.case import perturb
 
@@ -17,11 +17,8 @@ pytestmark = pytest.mark.distributed
 
 
 def text_encoder(kind=transformers.CLIPTextModel):
-    config = transformers.CLIPTextConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=8, projection_dim=8, eos_token_id=2,
-    )  # fmt: skip
-    return kind(config)
+    sizes = {"vocab_size": 50, "num_hidden_layers": 2, "max_position_embeddings": 8}
+    return tiny_clip(kind, **sizes, projection_dim=8, eos_token_id=2)
 
 
 def alive(root):

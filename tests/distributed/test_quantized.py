@@ -15,12 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from diffusers import (
-    BitsAndBytesConfig,
-    DiffusionPipeline,
-    FluxTransformer2DModel,
-    TorchAoConfig,
-)
+from diffusers import BitsAndBytesConfig, DiffusionPipeline, FluxTransformer2DModel, TorchAoConfig
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader

@@ -2,15 +2,11 @@
 
 import itertools
 from dataclasses import replace
-from functools import partial
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
 
-from lightning_diffpipe.callbacks import EMA, EncodingCache, SampleImages
 from lightning_diffpipe.graph.placement import (
     held_bytes,
     host_value,
@@ -18,21 +14,18 @@ from lightning_diffpipe.graph.placement import (
     is_placeholder,
     quantize_when_placed,
 )
-from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
 from lightning_diffpipe.quantization import Weight8Bit
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
-    build,
     fit,
-    quick_strategy,
-    quiet_trainer,
+    fit_module,
+    make,
     reference,
     weights_of,
 )
 from tests.distributed.stored import IN_8_BITS, in_8_bits
 from tests.distributed.tiny import Adapted, Data
-from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import RankError, run_in_turn, run_ranks
 from tests.rows import row
 
@@ -98,9 +91,7 @@ class Watch(L.Callback):
 
 def fit_watched(rank, settings, world_size):
     watch = Watch()
-    callbacks = [watch, *settings.trainer.get("callbacks", [])]
-    settings = replace(settings, trainer={**settings.trainer, "callbacks": callbacks})
-    return fit(rank, settings, world_size), watch
+    return fit(rank, settings, world_size, callbacks=[watch]), watch
 
 
 def settings_of(num_stages, **strategy):
@@ -168,10 +159,9 @@ def test_quantized_weights_are_copied_as_they_are_packed(num_ranks, when, schedu
 
 
 def fit_freely(rank, **options):
-    module, watch = build(Settings(module_class=Straight)), Watch()
-    strategy = quick_strategy(**options)
-    trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[watch], max_epochs=2)
-    trainer.fit(module, datamodule=Data(32, 8))
+    module, watch = make(Straight), Watch()
+    strategy = {"num_stages": "auto", "num_microbatches": "auto", **options}
+    fit_module(module, 2, Data(32, 8), strategy, callbacks=[watch], max_epochs=2)
     return watch.copied, weights_of(module), watch.plan
 
 
@@ -189,13 +179,7 @@ def test_without_a_flush_nothing_changes():
     for (copied, weights, _), (none, expected, _) in run_ranks(fit_with_and_without, 2):
         assert copied[-1] > copied[0] > 0
         assert set(none) == {0}
-        assert_close_to(weights, expected)
-
-
-def assert_close_to(weights, expected):
-    assert weights.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
 
 
 def test_where_nothing_fits_without_layers_are_streamed():
@@ -217,84 +201,3 @@ def test_where_nothing_fits_without_layers_are_streamed():
     none = replace(settings, strategy={**limited, "streaming": "none"})
     with pytest.raises(RankError, match="num_microbatches=8 or streaming=auto would fit"):
         run_ranks(fit_watched, 2, none, 2)
-
-
-class Drawing(SampleImages):
-    """Remembers what it drew."""
-
-    def __init__(self):
-        super().__init__(["a cat"], every_n_steps=4, num_inference_steps=2)
-        self.drawn = []
-
-    def sample(self, trainer, module):
-        self.drawn.append(super().sample(trainer, module))
-        return self.drawn[-1]
-
-
-def train_adapters(rank, world_size, model, folder, epochs=2, resumed=None, **strategy):
-    """Trains adapters of a tiny Flux; draws and saves after each epoch, the base weights as well."""
-    module = PipelineDiffusion.from_pretrained(
-        model,
-        lora=Lora(rank=2, store_all=True),
-        call={"max_sequence_length": 8},
-        caption_dropout=0.0,
-        optimization=Optimization(lr=1e-2, warmup_steps=0, decay="constant"),
-    )
-    module.double()
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(2, 4, 3, 32, 32, generator=generator, dtype=torch.float64)
-    batches = [{"image": each, "caption": ["a", "cat", "b 1", "x"]} for each in images]
-    drawing, ema, watch = Drawing(), EMA(decay=0.5), Watch()
-    trainer = quiet_trainer(
-        devices=world_size,
-        strategy=quick_strategy(num_stages=world_size, num_microbatches=2, **strategy),
-        max_epochs=epochs,
-        enable_checkpointing=True,
-        default_root_dir=folder,
-        callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1), ema, drawing, watch],
-    )
-    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=resumed)
-    weights = {n: p.detach() for n, p in module.named_parameters()}
-    averages = {n: p.detach().clone() for n, p in ema.averages.items()}
-    return weights, averages, drawing.drawn, watch.offloaded
-
-
-@pytest.mark.table
-@pytest.mark.slow
-def test_adapters_over_streamed_weights_are_saved_averaged_and_drawn(tmp_path):
-    """Checkpoints of either go on with the other; drawings and base weights are those of one process."""
-    one, two, model = (tmp_path / name for name in ("one", "two", "model"))
-    tiny.build("flux", tmp_path / "parts").save_pretrained(model)
-    ((straight, averages, drawn, _),) = run_ranks(train_adapters, 1, 1, model, one)
-    ours, later = run_in_turn(
-        partial(train_adapters, streaming="all"), 2,
-        (2, model, two), (2, model, tmp_path / "later", 2, one / "epoch=0.ckpt"),
-    )  # fmt: skip
-    resumed = run_ranks(train_adapters, 1, 1, model, tmp_path, 2, two / "epoch=0.ckpt")
-    for weights, *_ in (*ours, *later, *resumed):
-        assert_close_to(weights, straight)
-    assert any(value.abs().max() > 1e-3 for n, value in straight.items() if ".lora_B." in n)
-    for _, got, images, offloaded in ours:
-        assert len(offloaded) > 20
-        assert not any(".lora_" in name for name in offloaded)
-        assert_close_to(got, {name: averages[name] for name in got})
-        torch.testing.assert_close(images, drawn, rtol=0, atol=1e-5)
-    assert {*ours[0][1]} | {*ours[1][1]} == {*averages}
-    saved, ours = (torch.load(f / "epoch=0.ckpt")["state_dict"] for f in (one, two))
-    assert_close_to(ours, saved)
-
-
-@pytest.mark.slow
-@pytest.mark.table
-def test_encoders_leave_memory_before_streamed_layers_run(tmp_path):
-    settings = settings_of(2, filling="none")
-    plain = reference(settings, 4)
-    cache = EncodingCache(tmp_path, encode_first=True, min_flops_per_byte=0.0)
-    settings.trainer["callbacks"] = [cache]
-    settings.strategy["streaming"] = "all"
-    runs = run_ranks(fit_watched, 2, settings, 2)
-    assert_equal_runs([outcome for outcome, _ in runs], plain)
-    assert not any(outcome.holds_frozen for outcome, _ in runs)
-    for _, watch in runs:
-        assert {"text.weight", "encoder.first.weight"} < watch.offloaded
-        assert any(name.startswith("blocks.") for name in watch.offloaded)

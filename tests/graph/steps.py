@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, ControlNetModel, DDPMScheduler, UNet2DConditionModel
 from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModel
+from transformers import CLIPTextModel
+
+from tests.modules.tiny_parts import tiny_clip, tiny_unet, tiny_vae
 
 
 def step(module: Any, batch: Any) -> Any:
@@ -20,32 +22,18 @@ def step(module: Any, batch: Any) -> Any:
 
 
 def small_vae() -> AutoencoderKL:
-    return AutoencoderKL(
-        block_out_channels=(4, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        norm_num_groups=2,
-        sample_size=16,
-    )
+    return tiny_vae(0.18215, block_out_channels=(4, 8), norm_num_groups=2, sample_size=16)
 
 
 def small_clip() -> CLIPTextModel:
-    return CLIPTextModel(
-        CLIPTextConfig(
-            hidden_size=16, intermediate_size=32, num_attention_heads=2, num_hidden_layers=3, vocab_size=100,
-            max_position_embeddings=12, bos_token_id=0, eos_token_id=2, pad_token_id=1,
-        )
+    return tiny_clip(
+        intermediate_size=32, num_hidden_layers=3, vocab_size=100, max_position_embeddings=12,
+        bos_token_id=0, eos_token_id=2, pad_token_id=1,
     )  # fmt: skip
 
 
 def small_unet(**changes: Any) -> UNet2DConditionModel:
-    config: dict[str, Any] = {
-        "block_out_channels": (8, 16), "layers_per_block": 1, "sample_size": 8,
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "cross_attention_dim": 16, "attention_head_dim": 4,
-        "norm_num_groups": 4,
-    }  # fmt: skip
-    return UNet2DConditionModel(**{**config, **changes})
+    return tiny_unet(**{"sample_size": 8, "attention_head_dim": 4, **changes})
 
 
 class StableDiffusion(L.LightningModule):

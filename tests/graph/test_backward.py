@@ -211,10 +211,7 @@ def a_sum_without_weights_of_its_own(x, first, second):
 
 @pytest.mark.parametrize("step", [a_sum, a_chain_of_sums, views, a_sum_without_weights_of_its_own])
 def test_gradients_of_several_microbatches_add_up(step):
-    """History: two parameters that are added up got one tensor as gradient, so that later microbatches were added
-    to both twice; that of a parameter shaped like the activation was the message to the stage before; and one
-    number, expanded to the shape of a parameter, could not be added to.
-    """
+    """History: two parameters that are added up got one tensor as gradient, and were added to twice."""
     weights = [torch.zeros(2, 4, requires_grad=True) for _ in range(2)]
     expected, messages, sent = [torch.zeros(2, 4) for _ in weights], [], []
     for scale in (1.0, 2.0, 3.0):

@@ -78,9 +78,7 @@ REFUSED = {
 @pytest.mark.parametrize("way", REFUSED)
 @pytest.mark.parametrize("mode", ["fake", "real"])
 def test_hooks_that_a_step_leaves_on_modules_are_refused(way, mode):
-    """History: with a private note they were not, though one that was False before is put back after runs, so that
-    losses were halved twice; nor were backward hooks.
-    """
+    """History: a hook's private note that was False before was put back, so that losses were halved twice."""
     put, noted = REFUSED[way]
     with pytest.raises(GraphError, match=r"puts a hook on blocks\.1, .* once, or remove them"):
         probe(Hooks(put, **noted), step, rows(), max_share=1 / 4, mode=mode)

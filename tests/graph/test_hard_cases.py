@@ -380,10 +380,7 @@ def test_fake_tensors_of_layers_that_leak_die_with_the_run(monkeypatch):
 
 
 def test_no_fake_tensor_stays_in_a_log_record(caplog):
-    """History: a record held the error of a step that insists on its batch size, with all its tensors.
-
-    Looking for who held them took half a minute.
-    """
+    """History: a record held the error of a step that insists on its batch size, with all its tensors."""
     made = []
     MADE.set(made)
 
@@ -499,9 +496,7 @@ class ReplacesLoads(KeepsLoads):
 def test_blocks_whose_layers_differ_from_batch_to_batch_or_keep_a_state_are_not_cut(
     kind, reason, caplog
 ):
-    """History: experts were layers, and with a cut between them a batch that was routed otherwise ended the run.
-    A block that counts in a buffer was refused, as each stage would have counted.
-    """
+    """History: experts were layers, and with a cut between them a batch that was routed otherwise ended the run."""
     torch.manual_seed(0)
     blocks = type("Blocks", (Tower,), {"block": kind, "num_blocks": 4})().double()
     graph = probe(blocks, step, rows(6).double(), max_share=1 / 30)

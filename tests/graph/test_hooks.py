@@ -97,10 +97,7 @@ def make(kind, hook="linear"):
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("kind", EXACT)
 def test_a_hook_acts_once_on_the_whole_gradient(kind, hook, halves):
-    """History: the stage that read a hooked tensor scaled its gradient, and the one that made it scaled it again.
-    Where nothing read it, and in frozen layers, the run ended, as dummies need no gradient. Later, both halves of a
-    zero-bubble backward ran it, so that weights before it got a gradient scaled twice.
-    """
+    """History: the stage that read a hooked tensor scaled its gradient, as did the one that made it."""
     module, batch, graph = make(kind, hook)
     expected = reference(module, step, batch, SEED)
     for positions in EXACT[kind]:

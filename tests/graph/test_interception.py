@@ -259,10 +259,7 @@ def checkpoint_as_since_torch_2_14(monkeypatch):
 @pytest.mark.parametrize("newer", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_around_layers_become_checkpoints_of_layers(monkeypatch, reentrant, newer):
-    """Also when the function was bound before anything was installed, as transformers does.
-
-    History: with torch 2.14 checkpoints around layers recomputed stubs.
-    """
+    """Also when the function was bound before anything was installed, as transformers does."""
     if newer and not generator_name().endswith("_impl"):
         checkpoint_as_since_torch_2_14(monkeypatch)
 

@@ -80,9 +80,7 @@ class Between(Tower):
 
 @pytest.mark.parametrize("name", WAYS)
 def test_a_module_that_differentiates_what_it_calls_is_one_layer(name, caplog):
-    """History: such a module was expanded where it cost enough, and what errors advised was refused, too; and
-    `from torch.autograd import grad` was not noticed.
-    """
+    """History: such a module was expanded where it cost enough, and what errors advised was refused, too."""
     graph = check_stages(Inside(WAYS[name]).double(), rows().double(), splits=(2, 3, 4))
     assert [layer for layer in graph.layer_names if layer.startswith("blocks.2")] == ["blocks.2"]
     assert "blocks.0.linear" in graph.layer_names, "all others are as fine as can be"

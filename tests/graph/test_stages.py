@@ -28,7 +28,6 @@ from tests.graph.emulate import (
 )
 from tests.graph.steps import (
     BUILDERS,
-    DENOISERS,
     Block,
     Sequential,
     Skips,
@@ -41,10 +40,10 @@ from tests.graph.steps import (
     step,
 )
 from tests.rows import row
-from tests.zoo import CASES, in_double
+from tests.zoo import in_double
 
 # The others run in tests/runtime/test_loopback.py, too.
-CUT_HERE = {"SDXL", "LoRA", "dropout", *DENOISERS[4:]}
+CUT_HERE = {"SDXL", "LoRA", "dropout"}
 
 
 @pytest.mark.slow
@@ -53,14 +52,6 @@ def test_latent_diffusion(name):
     with in_double():
         graph = check_stages(build(name), image_batch())
     assert any(graph.layers[i].name.startswith("vae") for i in graph.frozen)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n if n in CUT_HERE else row(n) for n in DENOISERS])
-def test_denoisers_of_diffusers(name):
-    with in_double():
-        root, batch = CASES[name].build()
-        check_stages(root, batch, splits=(2, 4))
 
 
 def test_a_plain_sequential():

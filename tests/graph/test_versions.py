@@ -96,11 +96,7 @@ SETTINGS_OF_TF32 = (
 
 @pytest.mark.parametrize("setting", SETTINGS_OF_TF32)
 def test_precision_is_known_by_whatever_name_it_was_set(setting):
-    """History: torch's older names refuse to answer once the newer ones are used, and sampling and kept encodings
-    asked them.
-
-    No process can go back to the older names, so each setting has a fork of its own.
-    """
+    """No process can go back to torch's older names, so each setting has a fork of its own."""
     before = float32_precisions()
 
     def check():

@@ -12,6 +12,7 @@ from lightning_diffpipe.modules import CascadedDiffusion
 from tests.modules.tiny_parts import (
     SCHEDULERS,
     fit,
+    loss_of,
     tiny_cascade,
     tiny_clip,
     tiny_tokenizer,
@@ -20,12 +21,6 @@ from tests.modules.tiny_parts import (
 
 PROMPTS = ["digit four", "alpha"]
 GREY = {"in_channels": 1, "out_channels": 1}, {"in_channels": 8, "out_channels": 4}
-
-
-def loss_of(module, batch, seed=0):
-    torch.manual_seed(seed)
-    with mock.patch.object(module, "log"):
-        return module.training_step(batch, 0)
 
 
 def drawn(module, **options):

@@ -14,6 +14,7 @@ from lightning_diffpipe.modules.latent_diffusion import tokenize
 from tests.modules.tiny_parts import (
     SCHEDULERS,
     fit,
+    loss_of,
     tiny_clip,
     tiny_controlnet_diffusion,
     tiny_tokenizer,
@@ -41,12 +42,6 @@ def drawn(module, condition, **options):
     )
 
 
-def loss_of(module, batch):
-    torch.manual_seed(4)
-    module.log = lambda *args, **kwargs: None
-    return module.training_step(batch, 0)
-
-
 def test_it_begins_without_influence(batch):
     module = tiny_controlnet_diffusion(perturbed=False)
     plain = LatentDiffusion(
@@ -54,17 +49,6 @@ def test_it_begins_without_influence(batch):
     )
     plain.hparams.caption_dropout = module.hparams.caption_dropout
     assert torch.equal(loss_of(module, batch), loss_of(plain, batch))
-
-
-def test_every_image_follows_its_own_condition():
-    module, condition = tiny_controlnet_diffusion(), conditions()
-    for guidance_scale in (1.0, 4.0):
-        both = drawn(module, condition, guidance_scale=guidance_scale)
-        other = drawn(
-            module, torch.stack([condition[0], 1 - condition[1]]), guidance_scale=guidance_scale
-        )
-        torch.testing.assert_close(both[0], other[0])
-        assert not torch.allclose(both[1], other[1], atol=1e-3)
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v"])
@@ -123,8 +107,7 @@ def test_a_folder_is_read_back_by_us_and_by_diffusers(batch, tmp_path):
             tmp_path / "model", controlnet=tmp_path / "model" / "controlnet"
         ),
     ):
-        for name, value in module.state_dict().items():
-            assert value.equal(other.state_dict()[name]), name
+        torch.testing.assert_close(other.state_dict(), module.state_dict(), rtol=0, atol=0)
     pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "model")
     assert isinstance(pipe, diffusers.StableDiffusionControlNetPipeline)
     controlnet = diffusers.ControlNetModel.from_pretrained(tmp_path / "model" / "controlnet")

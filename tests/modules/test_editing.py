@@ -11,7 +11,7 @@ from PIL import Image
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from tests.graph.emulate import relative_error, take_gradients
-from tests.modules.tiny_parts import tiny_latent_diffusion
+from tests.modules.tiny_parts import loss_of, perturb_adapters, tiny_latent_diffusion
 from tests.predictor import tiny_pipelines as tiny
 from tests.rows import row
 from tests.zoo.double import in_double
@@ -32,12 +32,6 @@ def _small():
 def module_of(name, folder, call=None, **options):
     pipeline = build(name, folder)
     return PipelineDiffusion(pipeline, call=call or CALLS[name], caption_dropout=0.0, **options)
-
-
-def loss_of(module, batch, seed=0):
-    torch.manual_seed(seed)
-    with mock.patch.object(module, "log"):
-        return module.training_step(batch, 0)
 
 
 # ------------------------------------------------------------------ steps written by hand
@@ -253,10 +247,7 @@ def test_adapters_open_in_diffusers_and_draw_the_same(name, tmp_path):
     module = module_of(name, tmp_path / "parts", lora=Lora(rank=2, alpha=6)).eval()
     plain, batch = build(name, tmp_path / "again"), batch_of(name, 2)
     module.setup("fit")
-    with torch.no_grad():
-        for parameter_name, parameter in module.named_parameters():
-            if ".lora_B" in parameter_name:
-                parameter.normal_(std=0.3)
+    perturb_adapters(module)
     module.save_lora(tmp_path / "lora")
     options = {**CALLS[name], "height": 32, "width": 32, "num_inference_steps": 2}
     if name == NAMES[0]:

@@ -3,7 +3,6 @@
 import copy
 
 import diffusers
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,9 +13,11 @@ from torch.utils.data import DataLoader
 from lightning_diffpipe import LatentDiffusion
 from lightning_diffpipe.callbacks import SampleImages
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.modules import Lora, PipelineDiffusion
+from lightning_diffpipe.modules import PipelineDiffusion
 from lightning_diffpipe.pipelines.stand_ins import is_followed, tensor_processor
+from tests.distributed.scenarios import quiet_trainer
 from tests.graph.emulate import check_stages, relative_error, take_gradients
+from tests.modules.tiny_parts import loss_of
 from tests.rows import row
 from tests.zoo.double import in_double
 from tests.zoo.image_to_video import CAPTIONS, KINDS, Animating, clips, pipeline_of
@@ -28,11 +29,6 @@ def module_of(kind, **options):
     module.log = lambda *arguments, **settings: None
     module.setup("fit")
     return module
-
-
-def loss_of(module, batch):
-    torch.manual_seed(0)
-    return module.training_step(batch, 0)
 
 
 # ------------------------------------------------------------------ steps written by hand
@@ -349,38 +345,6 @@ def test_stages_add_up_to_one_process(kind):
     assert all(layer.splits_samples for layer in encodings)
 
 
-@pytest.mark.parametrize("kind", ["ltx", row("wan22"), row("hunyuan")])
-def test_adapters_open_in_diffusers(kind, tmp_path):
-    adapted = module_of(kind, lora=Lora(rank=2, alpha=6))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if ".lora_B" in name:
-                parameter.normal_(std=0.3)
-    adapted.save_lora(tmp_path / "lora")
-    plain = pipeline_of(kind, tmp_path / "again")
-    plain.load_lora_weights(tmp_path / "lora")
-    if kind == "wan22":
-        folder = tmp_path / "lora" / "transformer_2"
-        plain.load_lora_weights(folder, load_into_transformer_2=True)
-    image = Image.effect_noise((32, 32), 100).convert("RGB")
-    size = {
-        "height": 32,
-        "width": 32,
-        "num_frames": 5,
-        "num_inference_steps": 2,
-        **adapted.hparams.call,
-    }
-
-    def drawn(pipeline):
-        noise = torch.Generator().manual_seed(1)
-        return pipeline(image, "a", generator=noise, output_type="pt", **size).frames
-
-    expected = drawn(adapted.pipeline)
-    assert not torch.allclose(drawn(pipeline_of(kind, tmp_path / "bare")), expected)
-    # Decoders enlarge rounding, of 5e-7 in the latents of HunyuanVideo.
-    torch.testing.assert_close(drawn(plain), expected, rtol=0, atol=2e-5)
-
-
 def test_every_clip_is_drawn_from_an_image_of_its_own():
     module = module_of("wan22_5b")
     images = (clips()["video"][:2, :, 0] + 1) / 2
@@ -400,10 +364,7 @@ def test_clips_are_drawn_while_training_from_their_first_frames(tmp_path):
         dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)
     ]
     drawing = SampleImages(every_n_steps=1, num_inference_steps=2, guidance_scale=1.0)
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=1, logger=False, callbacks=[drawing], default_root_dir=tmp_path,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=1, callbacks=[drawing], default_root_dir=tmp_path)
     trainer.fit(module, DataLoader(samples, batch_size=3))
     first = (batch["video"][:, :, 0] + 1) * 127.5
     torch.testing.assert_close(drawing.conditions.float(), first, rtol=0, atol=0.51)

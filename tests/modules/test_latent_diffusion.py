@@ -10,12 +10,13 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
-from lightning_diffpipe.model_sources import open_source, refuse_module
+from lightning_diffpipe.model_sources import open_source
 from lightning_diffpipe.modules import LatentDiffusion, PipelineDiffusion
 from lightning_diffpipe.modules.latent_diffusion import drop_captions, tokenize
 from tests.modules.tiny_parts import (
     SCHEDULERS,
     fit,
+    loss_of,
     tiny_clip,
     tiny_text_encoder,
     tiny_tokenizer,
@@ -23,33 +24,6 @@ from tests.modules.tiny_parts import (
     tiny_unet,
     tiny_vae,
 )
-from tests.rows import row
-
-
-def loss_of(model, batch, seed=0):
-    torch.manual_seed(seed)
-    with mock.patch.object(model, "log"):  # Lightning logs only within a trainer's loop
-        return model.training_step(batch, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("prediction", "denoiser"),
-    [
-        ("flow", "unet"),
-        ("epsilon", "transformer"),
-        ("v", "unet"),
-        row("v", "transformer"),
-        row("epsilon", "unet"),
-        row("flow", "transformer"),
-    ],
-)
-def test_training_lowers_the_loss(make_model, batch, tmp_path, denoiser, prediction):
-    model = make_model(denoiser, prediction, caption_dropout=0.0)
-    before = [loss_of(model, batch, seed).item() for seed in range(4)]
-    fit(model, batch, tmp_path, steps=12)
-    after = [loss_of(model, batch, seed).item() for seed in range(4)]
-    assert sum(after) < sum(before)
 
 
 @pytest.mark.slow
@@ -211,8 +185,7 @@ def test_a_saved_folder_is_read_back_by_us_and_by_diffusers(make_model, tmp_path
     model = make_model().eval()
     model.save_pretrained(tmp_path)
     again = LatentDiffusion.from_pretrained(tmp_path).eval()
-    for name, value in model.state_dict().items():
-        assert value.equal(again.state_dict()[name]), name
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
     unet = diffusers.UNet2DConditionModel.from_pretrained(tmp_path, subfolder="unet")
     assert unet.conv_in.weight.equal(model.unet.conv_in.weight)
     assert diffusers.AutoencoderKL.from_pretrained(tmp_path / "vae").config.scaling_factor == 0.7
@@ -355,8 +328,7 @@ def test_a_checkpoint_alone_rebuilds_the_model(make_model, batch, tmp_path):
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     again = LatentDiffusion.from_checkpoint(tmp_path / "last.ckpt")
     assert again.hparams.caption_dropout == 0.25
-    for name, value in model.state_dict().items():
-        assert value.equal(again.state_dict()[name]), name
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert again.tokenizer.model_max_length == 24
 
 
@@ -557,9 +529,3 @@ def test_an_estimate_from_the_right_prediction_is_the_clean_latent(make_model, p
 def test_self_conditioning_that_cannot_be_is_refused(make_model, channels, share, message):
     with pytest.raises(ConfigurationError, match=message):
         make_model(in_channels=channels, self_conditioning=share)
-
-
-def test_a_predictor_refuses_a_denoiser_that_takes_its_own_estimate(make_model):
-    model = make_model(in_channels=8, self_conditioning=0.0)
-    with pytest.raises(ConfigurationError, match=r"self_conditioning.*module\.sample"):
-        refuse_module(model)

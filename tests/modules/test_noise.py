@@ -183,10 +183,7 @@ SHIFTS["set"][0].set_shift(4.0)
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("name", SHIFTS)
 def test_times_of_a_flow_are_those_of_diffusers_scripts(name, used, uniform):
-    """History: the shift was ignored, and SD3 trained at other times than it is drawn with.
-
-    A scheduler that has drawn already has other tables, of its steps.
-    """
+    """History: the shift was ignored, and SD3 trained at other times than it is drawn with."""
     scheduler, shift = SHIFTS[name]
     if used:
         scheduler.set_timesteps(5, **({"mu": 1.0} if name == "Flux" else {}))
@@ -513,11 +510,7 @@ def test_trained_times_are_a_part_of_every_span(scheduler):
     bounds = Noise(min_timestep=200, max_timestep=600)
     every, some = (noise_schedule_of(getattr(diffusers, scheduler)(), n) for n in (Noise(), bounds))
     clean = torch.zeros(500, 1, 1, 1)
-    for span, part in (
-        (None, (200, 600)),
-        ((0, 400), (200, 400)),
-        ((400, math.inf), (400, 600)),
-    ):
+    for span, part in ((None, (200, 600)), ((0, 400), (200, 400)), ((400, math.inf), (400, 600))):
         found, expected = (
             schedule.corrupt(clean, torch.Generator().manual_seed(1), of)
             for schedule, of in ((some, span), (every, part))

@@ -1,5 +1,4 @@
 import diffusers
-import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -102,10 +101,7 @@ class Stream(torch.utils.data.IterableDataset):
 def test_the_learning_rate_of_a_stream_without_a_length_stays(batch, tmp_path):
     """History: Lightning tells -1 steps of epochs without a length; the whole run had 2 % of its learning rate."""
     module = AutoencoderTraining(tiny_vae(), optimization=Optimization(lr=1e-3, warmup_steps=1))
-    trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(default_root_dir=tmp_path)
     trainer.fit(module, DataLoader(Stream(batch), batch_size=None))
     assert trainer.global_step == 3
     assert trainer.optimizers[0].param_groups[0]["lr"] == 1e-3

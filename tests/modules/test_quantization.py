@@ -106,10 +106,7 @@ def lacking(weight):
 
 
 def test_a_quantization_that_the_device_lacks_is_named_before_weights_are_read(tmp_path):
-    """History: it ended in the error of a package, when the first layer was timed or placed.
-
-    Then float16 had become float32 for a processor before it was tried.
-    """
+    """History: it ended in the error of a package, when the first layer was timed or placed."""
     tiny.build("flux", tmp_path / "parts").to(torch.float16).save_pretrained(tmp_path / "flux")
     options = {"call": {"max_sequence_length": 8}, "lora": Lora(rank=2)}
     for name, dtype in (("transformer", torch.float16), ("text_encoder", torch.float32)):

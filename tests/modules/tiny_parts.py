@@ -1,5 +1,7 @@
 """Smallest parts of every kind a LatentDiffusion is made of, and a whole one."""
 
+from unittest import mock
+
 import diffusers
 import lightning as L
 import torch
@@ -12,14 +14,13 @@ from tests import gpu_like
 from tests.zoo.case import perturb
 
 
-def tiny_vae():
+def tiny_vae(scaling_factor=0.7, block_out_channels=(8, 8), norm_num_groups=4, **options):
+    depth = len(block_out_channels)
     return diffusers.AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        norm_num_groups=4,
-        scaling_factor=0.7,
-    )
+        block_out_channels=block_out_channels, down_block_types=("DownEncoderBlock2D",) * depth,
+        up_block_types=("UpDecoderBlock2D",) * depth, norm_num_groups=norm_num_groups,
+        scaling_factor=scaling_factor, **options,
+    )  # fmt: skip
 
 
 def tiny_unet(**options):
@@ -88,12 +89,15 @@ def perturbed_latent_diffusion():
     return module
 
 
-def tiny_clip():
+def tiny_clip(kind=transformers.CLIPTextModel, **options):
     """A text encoder whose padding is text, as in Stable Diffusion."""
-    config = transformers.CLIPTextConfig(
-        vocab_size=384, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-    )  # fmt: skip
-    return transformers.CLIPTextModel(config)
+    defaults = {
+        "vocab_size": 384,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+    }
+    return kind(transformers.CLIPTextConfig(num_attention_heads=2, **defaults | options))
 
 
 def tiny_controlnet_diffusion(prediction="epsilon", perturbed=True, **options):
@@ -119,6 +123,20 @@ def save_checkpoint(module, path, **further):
     checkpoint = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
     module.on_save_checkpoint(checkpoint)
     torch.save(checkpoint | further, path)
+
+
+def perturb_adapters(module):
+    """Moves the adapters of LoRA from zero, with which they begin."""
+    for name, weight in module.named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+
+
+def loss_of(module, batch, seed=0):
+    """The loss of a training step, without a trainer, in whose loop alone Lightning logs."""
+    torch.manual_seed(seed)
+    with mock.patch.object(module, "log"):
+        return module.training_step(batch, 0)
 
 
 def fit(module, batch, folder, steps=3, validation=None, **options):

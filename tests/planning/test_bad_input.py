@@ -76,14 +76,6 @@ def test_bad_profiles(path, value, complaint):
         ModelProfile.from_json(edited(PROFILE, path, value), "profile.json")
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_a_profile_cut_in_half(share):
-    text = equal_profile(3, 0.5).to_json()
-    with pytest.raises(ProfileError, match=r"profile.json is not JSON: .* at line \d+") as error:
-        ModelProfile.from_json(text[: int(share * len(text))], "profile.json")
-    assert "cut short" in str(error.value) or "edited by hand" in str(error.value)
-
-
 def test_times_are_linear_between_and_beyond_what_was_measured():
     seconds = Seconds.of({2: 1.0, 4: 3.0, 8: 4.0})
     assert [seconds.at(n) for n in (2, 3, 4, 6, 8, 12)] == [1.0, 2.0, 3.0, 3.5, 4.0, 5.0]
@@ -156,14 +148,11 @@ def test_clusters_from_plain_values():
         ({"global_batch_size": 8, "frozen_splittable": "false"},
          "frozen_splittable must be true or false; got 'false'"),
         ({"global_batch_size": 8, "optimizer_bytes_factor": None}, "number >= 0, such as 2 for Adam; got None"),
-        ({"global_batch_size": 8, "optimizer_bytes_factor": "auto"}, "must be a number >= 0"),
-        ({"global_batch_size": 8, "optimizer_bytes_factor": -5}, "must be a number >= 0"),
         ({"global_batch_size": 8, "averages_bytes_factor": -1}, "averages_bytes_factor must be a number"),
         ({"global_batch_size": 8, "shard_optimizer": "all"}, "must be true, false or 'auto'; got 'all'"),
         ({"global_batch_size": 8, "optimizer_offload": True},
          "optimizer_offload=True; choose auto, none or all"),
         ({"global_batch_size": 8, "optimizer_bytes_factor": math.nan}, "must be a number >= 0"),
-        ({"global_batch_size": 8, "optimizer_bytes_factor": math.inf}, "must be a number >= 0"),
         ({"global_batch_size": 8, "num_replicas": [1, 2], "num_stages": 3},
          "num_replicas=(1, 2) names 2 stages, but num_stages=3"),
     ],
@@ -176,7 +165,6 @@ def test_bad_options(values, complaint):
 @pytest.mark.parametrize(
     ("options", "error", "complaint"),
     [
-        ({"num_stages": 4}, PartitionError, "cannot cut 3 layers into 4 stages; choose num_stages bet"),
         (
             {"num_stages": 5},
             PartitionError,
@@ -347,10 +335,12 @@ def test_costs_of_uneven_microbatches_have_a_row_for_each_stage():
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_a_plan_cut_in_half(share):
-    text = PLAN.to_json()
-    with pytest.raises(PlanError, match="is not JSON"):
-        PipelinePlan.from_json(text[: int(share * len(text))])
+@pytest.mark.parametrize(("whole", "error"), [(PLAN, PlanError), (equal_profile(3), ProfileError)])
+def test_a_file_cut_in_half(whole, error, share):
+    text = whole.to_json()
+    said = r"half.json is not JSON: .* at line \d+.*(cut short|edited by hand)"
+    with pytest.raises(error, match=said):
+        type(whole).from_json(text[: int(share * len(text))], "half.json")
 
 
 def test_ranks_of_interleaved_stages_are_checked():

@@ -61,12 +61,6 @@ def test_programs_round_trip(program, stage):
     assert parse_program(format_program(program, stage), stage) == tuple(program)
 
 
-@pytest.mark.slow
-@given(st.lists(instructions, unique=True))
-def test_different_instructions_have_different_texts(program):
-    assert len({str(instruction) for instruction in program}) == len(program)
-
-
 def test_the_stage_may_be_left_out_where_it_is_known():
     assert format_program((Forward(12, 0), Backward(12, 0)), stage=12) == "F0 B0"
     assert parse_program("F0 2B0", stage=1) == (Forward(1, 0), Backward(2, 0))

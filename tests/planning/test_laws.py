@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.filling_policies.diffusionpipe import bubbles
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import (
     Backward,
@@ -115,16 +114,6 @@ def test_bubble_ratio_matches_theory(make):
         timeline = simulate(make(S, M))
         assert timeline.iteration_s == 3 * (M + S - 1)
         assert timeline.bubble_ratio == pytest.approx((S - 1) / (M + S - 1), abs=1e-12)
-
-
-def test_bubbles_add_up_to_the_idle_time():
-    for size, M in UNEQUAL:
-        timeline = simulate(one_f_one_b(placement_of(size), M))
-        idle_s = sum(bubble.duration_s * len(bubble.ranks) for bubble in bubbles(timeline))
-        assert idle_s == pytest.approx(sum(timeline.idle_by_rank_s()))
-        assert idle_s == pytest.approx(
-            timeline.bubble_ratio * timeline.iteration_s * timeline.num_ranks
-        )
 
 
 def test_nobody_is_idle_for_less_than_no_time():

@@ -157,10 +157,7 @@ def test_an_exchange_holds_what_was_made_and_packed_and_what_arrives():
 
 
 def test_microbatches_that_differ_do_not_count_as_the_largest():
-    """History: eight microbatches of nine samples counted as sixteen, and a plan that fits was refused.
-
-    Three ranks with 20 layers each, a byte a layer and sample; GPipe keeps all nine samples.
-    """
+    """Three ranks with 20 layers each, a byte a layer and sample; GPipe keeps all nine samples."""
     profile = equal_profile(60, activation_bytes_per_sample=1)
     options = PlanOptions(9, 3, 8, schedule="gpipe", data_parallel=1)
     plan = find_plan(profile, Cluster(3, memory_bytes=180), options)

@@ -38,10 +38,7 @@ def test_minimax_is_exact(seed):
 
 
 def test_cuts_are_within_the_limits_of_every_stage():
-    """History: a stage whose next layer was too much took the one before, also where that was too much for it.
-
-    Limits are any that do not fall with a later first layer, one after the other for each stage.
-    """
+    """Limits are any that do not fall with a later first layer, one after the other for each stage."""
     found = {True: 0, False: 0}
     for seed in range(3000):
         rng = random.Random(seed)

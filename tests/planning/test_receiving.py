@@ -128,10 +128,7 @@ def cut_down(name, most):
 def test_smaller_batches_and_those_of_several_sequences_receive_in_order_and_wait_anywhere(
     name, most
 ):
-    """History: receives began as the full schedule has them, where instructions are missing not at all: most
-    mixtures of coins, and of smaller batches of interleaved stages, ended with a KeyError. And ranks that wait
-    for their devices waited for ever in two passes of eight microbatches, for which two buffers are too few.
-    """
+    """History: receives began as the full schedule has them, where instructions are missing not at all."""
     number = 0
     for schedule in cut_down(name, most):
         lowered, due = lower_for_devices(schedule)

@@ -43,7 +43,6 @@ from lightning_diffpipe.planning.proposals import (
     Shape,
     all_cuts,
     count_of_cuts,
-    microbatch_counts,
     replicas_of,
     shapes,
 )
@@ -226,10 +225,7 @@ def test_halves_cost_what_the_profile_says():
 @pytest.mark.parametrize("num_layers", [16, 24, 32, 48])
 @pytest.mark.parametrize("filling", ["none", "shares"])
 def test_equal_layers_are_never_cut_worse_than_evenly(num_layers, schedule, filling):
-    """History: where cuts are too many to try all, 8 ranks with 4 microbatches took 14 % longer than even stages.
-
-    Moves of layers began at the cuts with the best bound only, whose early stages are as long as the bound allows.
-    """
+    """History: where cuts are too many to try all, 8 ranks took 14 % longer than even stages."""
     profile = equal_profile(num_layers, 0.38, gradient_bytes=1)
     for num_ranks, num_microbatches in product((4, 8), (2, 4, 8)):
         wish = PlanOptions(
@@ -405,23 +401,6 @@ def test_the_least_memory_counts_as_many_microbatches_as_there_can_be():
         find_plan(profile, Cluster(2, memory_bytes=29), options)
 
 
-def test_as_many_microbatches_are_tried_as_there_is_time_for():
-    model = CostModel(equal_profile(2), Cluster(1))
-    assert microbatch_counts(model, PlanOptions(11), 1) == tuple(range(1, 12))
-    assert max(microbatch_counts(model, PlanOptions(5040), 1)) == 256
-    assert len(microbatch_counts(model, PlanOptions(5040), 1)) < 60
-    assert microbatch_counts(model, PlanOptions(5040, num_microbatches=7), 1) == (7,)
-
-
-def test_more_stages_than_ranks_are_interleaved():
-    """Halving the stages halves the bubble: (R - 1) / (v M + R - 1) of the step, here 1 / 9."""
-    options = PlanOptions(8, 4, 4, schedule="auto", partition="uniform", data_parallel=1)
-    plan = find_plan(equal_profile(8), Cluster(2), options)
-    assert plan.options.schedule == "interleaved"
-    assert [stage.ranks for stage in plan.stages] == [(0,), (1,), (0,), (1,)]
-    assert plan.planned.bubble_ratio == pytest.approx(1 / 9)
-
-
 @pytest.mark.parametrize("seed", seeds(40, 20))
 def test_the_search_is_optimal_within_memory(seed):
     """Optimizer states are not shared, are, or are where that makes the step faster; on devices or on hosts."""
@@ -482,9 +461,7 @@ def layers_that_keep(rng, num_layers, boundaries, activations):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(14, 4))
 def test_a_cut_that_fits_is_found_among_more_than_can_be_tried(seed):
-    """History: stages were filled to the limit before messages were counted, most ranks were then too full, and
-    "no plan fits" was the answer to half of these, up to a fifth above the least memory.
-    """
+    """History: stages were filled to the limit before messages were counted, and most ranks were then too full."""
     profile = layers_that_keep(random.Random(seed), 20, [1], range(2, 9))
     options = PlanOptions(16, 4, 8, num_replicas=1, data_parallel=1, optimizer_offload="none")
     model = CostModel(profile, Cluster(4))
@@ -494,9 +471,7 @@ def test_a_cut_that_fits_is_found_among_more_than_can_be_tried(seed):
 
 
 def test_a_cut_that_fits_is_found_where_encoders_need_most():
-    """History: what ranks encode before the pipeline was left out, where it takes memory next to the weights of a
-    stage: "no plan fits into 900 bytes a rank: the smallest needs 810, -90 too many".
-    """
+    """History: what ranks encode before the pipeline was left out, and "no plan fits" by -90 bytes."""
     times = Seconds.per_sample(1.0), Seconds.per_sample(2.0)
     weights = [100] * 5 + [20] * 10 + [100] * 5
     layers = tuple(
@@ -535,25 +510,6 @@ def test_moving_layers_comes_close_to_the_optimum(seed, monkeypatch):
     best_s = find_plan(profile, cluster, options).planned.iteration_s
     monkeypatch.setattr(cut_search, "MOST_CUTS_TRIED", 0)
     assert find_plan(profile, cluster, options).planned.iteration_s <= 1.02 * best_s
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", seeds(60, 20))
-def test_no_cut_is_faster_than_its_bound(seed):
-    profile, cluster, batch = random_case(seed)
-    options = PlanOptions(batch)
-    model = CostModel(profile, cluster)
-    for way in list(every_way(profile, cluster, options))[::3]:
-        pipelines, sizes, edges, replicas = way
-        ranks = sum(replicas)
-        group = group_size(model, sizes, ranks)
-        shape = Shape(pipelines, ranks, len(replicas), sizes, options.schedule)
-        bounds = Bounds(model, shape, group)
-        cuts = tuple(zip(edges, edges[1:], replicas, strict=False))
-        assert bounds.cuts_s(cuts) <= step_and_memory(model, options, way)[0] + 1e-9
-        best = bounds.best_cuts(replicas)
-        assert best is not None
-        assert best[0] <= bounds.cuts_s(cuts) + 1e-9
 
 
 @pytest.mark.slow
@@ -615,15 +571,6 @@ def test_filled_plans_are_the_best_of_all_cuts_but_for_a_few():
     assert sum(gap > 1e-9 for gap in gaps) <= 3
 
 
-def test_plain_data_parallelism_is_a_candidate():
-    """With free links no pipeline beats it; with slow gradient sums a pipeline does."""
-    profile = equal_profile(8, gradient_bytes=10**9, boundary_bytes_per_sample=10**3)
-    free = find_plan(profile, Cluster(4), PlanOptions(64))
-    assert (free.num_stages, free.num_pipelines) == (1, 4)
-    slow = Cluster(4, p2p=Link(1e9), all_reduce=Link(1e8))
-    assert find_plan(profile, slow, PlanOptions(64)).num_stages > 1
-
-
 def test_a_rank_alone_runs_frozen_layers_on_whole_microbatches():
     """History: it was charged for groups that it does not make, and a pipeline was taken instead."""
     profile = equal_profile(4, frozen_share=0.1)
@@ -670,11 +617,7 @@ def calls_here(num_layers, num_ranks, batch, memory=0.3, **options):
 
 @pytest.mark.slow
 def test_sixty_layers_on_eight_ranks_are_planned_in_a_second():
-    """Some six million calls take one. Here with a model that fits no rank, which leaves most to be tried.
-
-    History: proposals were simulated before it was asked whether they fit into memory, and most did not.
-    With all schedules it took 1.9 s: every message of a schedule was written down to time it once.
-    """
+    """Some six million calls take one. Here with a model that fits no rank, which leaves most to be tried."""
     assert num_calls(60, 8, 64, 0.6, num_stages=8, num_microbatches=16) < 0.25e6
     assert num_calls(60, 8, 64) < 2.2e6
     assert num_calls(60, 8, 64, shard_optimizer="auto") < 5e6  # a second search

@@ -14,12 +14,7 @@ from lightning_diffpipe.planning.instruction import Backward, Forward
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Stage
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import (
-    BackboneProfile,
-    LayerProfile,
-    ModelProfile,
-    Seconds,
-)
+from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, ModelProfile, Seconds
 from lightning_diffpipe.planning.proposals import shapes
 from lightning_diffpipe.planning.savings import (
     checkpointed,

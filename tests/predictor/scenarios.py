@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import time
 from unittest import mock
 
@@ -191,21 +190,10 @@ def refused_later(rank, path, prompts, settings, options):
     return said
 
 
-def killed(rank, path, prompts, settings, options, victim, folder):
-    """One rank is killed in mid-sample; the others write what their errors say into `folder`."""
-
-    def on_step(done, steps):
-        if rank == victim and done == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    said = failure(rank, path, prompts, settings | {"on_step": on_step}, options)
-    (folder / str(rank)).write_text(said)
-
-
 def lost(rank, port, path, prompts, settings, options, victim, when, how, phase, folder):
     """One rank is killed or frozen, perhaps the one that has the store, once the others know what it does.
 
-    They write as in `killed`.
+    They write what their errors say into `folder`.
 
     Args:
         rank: This one.
@@ -253,19 +241,6 @@ def left(rank, path, prompts, settings, options):
     fails = mock.patch(gather, side_effect=DiffPipeError("no room for the images"))
     with fails if rank == 0 else contextlib.nullcontext():
         return failure(rank, path, prompts, settings, options)
-
-
-def hung(rank, path, prompts, settings, options, victim, folder):
-    """One rank sleeps in mid-sample until the others have written what their errors say into `folder`."""
-
-    def on_step(done, steps):
-        if rank == victim and done == 2:
-            while len(list(folder.iterdir())) < int(os.environ["WORLD_SIZE"]) - 1:
-                time.sleep(0.1)
-            os._exit(1)
-
-    said = failure(rank, path, prompts, settings | {"on_step": on_step}, options)
-    (folder / str(rank)).write_text(said)
 
 
 def hung_before_it_draws(rank, path, prompts, settings, options, folder):

@@ -56,24 +56,11 @@ def flux_fill(folder):
     return pipeline, WORDS | {"image": tiny.random_image(), "mask_image": mask}
 
 
-def cogvideox(folder):
-    parts = parts_of("CogVideoXPipeline", folder, transformer={"in_channels": 8, "out_channels": 4})
-    pipeline = diffusers.CogVideoXImageToVideoPipeline(**parts)
-    words = WORDS | {"prompt": ["a cat"]}
-    return pipeline, words | {"image": tiny.random_image(), "num_frames": 5}
-
-
 def cogvideox_dpm(folder):
     """Its scheduler's step is given what it has predicted a step before, as second argument."""
     scheduler = diffusers.CogVideoXDPMScheduler()
     parts = parts_of("CogVideoXPipeline", folder) | {"scheduler": scheduler}
     return diffusers.CogVideoXPipeline(**parts), WORDS | {"num_frames": 5}
-
-
-def ltx(folder):
-    """Steps latents of videos, and gives its denoiser tokens."""
-    pipeline = diffusers.LTXImageToVideoPipeline(**parts_of("LTXPipeline", folder))
-    return pipeline, WORDS | {"image": tiny.random_image(), "num_frames": 9}
 
 
 def svd(folder):
@@ -102,9 +89,7 @@ def svd(folder):
     return pipeline, {"image": tiny.random_image(), "num_frames": 3}
 
 
-FAMILIES = {
-    each.__name__: each for each in (flux_control, flux_fill, cogvideox, cogvideox_dpm, ltx, svd)
-}
+FAMILIES = {each.__name__: each for each in (flux_control, flux_fill, cogvideox_dpm, svd)}
 
 
 @pytest.fixture
@@ -131,21 +116,18 @@ def saved(tmp_path):
 @pytest.mark.parametrize(
     "family",
     [
-        f if f in ("ltx", "svd") else pytest.param(f, marks=[pytest.mark.slow, pytest.mark.table])
+        f if f == "svd" else pytest.param(f, marks=[pytest.mark.slow, pytest.mark.table])
         for f in FAMILIES
     ],
 )
 def test_one_process_and_two_ranks_draw_what_diffusers_draws(family, saved):
-    """History: a stand-in predicted as many channels as it was given, and no pipeline of these could be sampled.
-
-    CogVideoX's own scheduler was given its old prediction as timestep, and halves of guidance cut LTX's tokens.
-    """
+    """History: a stand-in predicted as many channels as it was given, and no pipeline of these could be sampled."""
     path, request, expected = saved(family)
     torch.manual_seed(0)
     found = Predictor.from_pretrained(path, "single", alone=True)(**request)
     assert torch.equal(found, expected)
     ways = [MethodOptions("single", data=2)]
-    if family in ("cogvideox", "cogvideox_dpm", "ltx", "svd"):
+    if family in ("cogvideox_dpm", "svd"):
         ways.append(MethodOptions("single", guidance=2, data=1))
     for options in ways:
         torch.manual_seed(0)

@@ -317,16 +317,6 @@ def test_models_of_the_project_take_loras(denoiser, kind, tmp_path):
         assert abs(pixels(one) - pixels(without)).max() > 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("saved", ["sdxl"], indirect=True)
-def test_digests_that_ranks_compare_know_of_loras(saved):
-    _, folder = saved
-    opened = lambda loras: Predictor.from_pretrained(
-        folder / "model", method="single", loras=loras, alone=True
-    ).source.texts("unet")
-    assert opened({folder / "first": 1.0}) != opened({folder / "first": 0.5}) != opened({})
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize("saved", ["sdxl"], indirect=True)
 def test_ranks_with_another_lora_are_refused(saved, tmp_path):

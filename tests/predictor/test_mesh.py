@@ -286,8 +286,7 @@ def test_no_warm_up_asked_for_is_what_suits_the_method(method, expected):
 )
 @pytest.mark.parametrize("world_size", ["1", "8"])
 def test_every_process_takes_a_gpu_of_its_own(wish, current, expected, world_size, monkeypatch):
-    """History: under torchrun all ranks took the first GPU, which NCCL refuses; and one named by its index did not
-    become the current one, which exchanges over NCCL need."""
+    """History: under torchrun all ranks took the first GPU, which NCCL refuses."""
     chosen = []
     monkeypatch.setenv("LOCAL_RANK", "6")
     monkeypatch.setenv("WORLD_SIZE", world_size)

@@ -90,17 +90,6 @@ def test_a_model_of_the_project_takes_texts_only():
 
 
 @pytest.mark.slow
-def test_the_automatic_choice_for_one_rank_is_one_process(folder_of):
-    predictor = Predictor.from_pretrained(folder_of("stable_diffusion"), method="auto")
-    found = predictor(prompts_of("stable_diffusion"), **SETTINGS, **options_of("stable_diffusion"))
-    assert (
-        as_array(found) == by_diffusers(folder_of("stable_diffusion"), "stable_diffusion")
-    ).all()
-    assert predictor.report.reason == "there is one rank"
-    assert "chosen        there is one rank" in str(predictor.report)
-
-
-@pytest.mark.slow
 def test_guidance_by_two_calls_a_step(folder_of):
     options = {"negative_prompt": ["bad", "ugly"], "true_cfg_scale": 3.0}
     expected = by_diffusers(folder_of("flux"), "flux", **options)
@@ -189,7 +178,6 @@ def test_a_checkpoint_of_a_self_conditioned_model_is_refused_with_its_reason(tmp
 
 BAD = [
     ("stable_diffusion", {}, {"prompts": "a cat"}, "prompts must be a list with at least one"),
-    ("stable_diffusion", {}, {"prompts": 5}, "prompts must be a list with at least one prompt; got 5"),
     ("stable_diffusion", {}, {"prompts": np.array(["a", "b"])}, "prompts must be a list"),
     ("stable_diffusion", {}, {"seed": [1, 2]}, "seed must be a whole number .*; got .1, 2."),
     ("stable_diffusion", {}, {"seed": 2**64}, "seed must be a whole number >= -"),
@@ -197,28 +185,21 @@ BAD = [
     ("stable_diffusion", {}, {"on_step": True}, "on_step must be a function of two numbers; got True"),
     ("pixart", {}, {"negative_prompt": ["x"]}, "negative_prompt has 1 texts for 2 prompts"),
     ("sdxl", {}, {"negative_prompt_2": ["x"] * 3}, "negative_prompt_2 has 3 texts for 2 prompts"),
-    ("stable_diffusion", {}, {"num_inference_steps": 0}, "num_inference_steps must be a whole number >= 1"),
     ("stable_diffusion", {}, {"negativ_prompt": ["x"]}, "takes no 'negativ_prompt'; it takes prompt,"),
     ("stable_diffusion", {}, {"return_dict": False}, "return_dict cannot be given"),
-    ("stable_diffusion", {"method": "pipelinefusion"}, {}, "choose pipefusion, distrifusion, seq"),
-    ("stable_diffusion", {"num_patches": 0}, {}, "num_patches must be a whole number >= 1; got 0"),
     ("stable_diffusion", {"num_patches": "2"}, {}, "num_patches must be a whole number >= 1; got '2'"),
     ("stable_diffusion", {"parallel": 0}, {}, "parallel must be a whole number >= 1; got 0"),
     ("stable_diffusion", {}, {"num_inference_steps": 2.5}, "must be a whole number >= 1; got 2.5"),
-    ("stable_diffusion", {}, {"seed": None}, "seed must be a whole number .*; got None"),
-    ("stable_diffusion", {"guidance": 2}, {}, "cannot use 1 ranks as guidance=2; these fit: one"),
     ("stable_diffusion", {"nonsense": 1}, {}, "takes no 'nonsense'; it takes axis, hide_unseen,"),
     ("stable_diffusion", {"method": "distrifusion", "num_patches": 2}, {}, "has no patches, leave it"),
     ("stable_diffusion", {}, {"prompt": "x"}, "prompt cannot be given; use prompts instead"),
     ("stable_diffusion", {}, {"negative_prompt": 3}, "`negative_prompt` should be the same type"),
     ("wan", {}, {"prompts": ["a", 4]}, "prompts of this model are texts, in quotes; got 4"),
     ("dit", {}, {"prompts": ["a"]}, "a class, must be a whole number >= 0; got 'a'"),
-    ("dit", {}, {"prompts": [3, 1001]}, "1001 is none of the 1000 classes of this model; choose 0"),
     ("pixart", {"num_patches": 99}, {}, "num_patches=99, but the latents have 16 rows"),
     ("pixart", {"num_patches": 2}, {"height": 33}, "have to be divisible by 8"),
     ("stable_diffusion", {}, {"guidance_scale": float("nan")}, "guidance_scale must be a number; got nan"),
     ("sdxl", {}, {"guidance_rescale": float("inf")}, "guidance_rescale must be a number"),
-    ("stable_diffusion", {}, {"guidance_scale": 10**400}, "guidance_scale must be a number >= -"),
     ("stable_diffusion", {}, {"height": 10**6}, "height must be a whole number >= 1 and <= 65535; got 1000000"),
     ("stable_diffusion", {}, {"height": -8}, "height must be a whole number .*; got -8"),
     ("dit", {"text_encoder_3": None}, {}, "text_encoder_3=None, but the DiTPipeline at .* it has"),

@@ -16,6 +16,7 @@ from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.quantization import Quantization, QuantizedWeight
 from tests.distributed.stored import Rounded, store_in_8_bits
+from tests.modules.tiny_parts import perturb_adapters
 from tests.predictor.tiny_pipelines import build, images_of, options_of, prompts_of
 from tests.ranks import run_ranks
 
@@ -167,9 +168,7 @@ def test_lora_files_are_added_to_the_values_of_what_is_stored_quantized(stored, 
     path, plain = stored
     options = {"lora": Lora(rank=2), "call": {"max_sequence_length": 8}}
     module = PipelineDiffusion.from_pretrained(path, **options)
-    for name, weight in module.named_parameters():
-        if ".lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.3)
+    perturb_adapters(module)
     module.save_lora(tmp_path / "lora")
     module.save_pretrained(tmp_path / "merged")
     images = [

@@ -28,9 +28,7 @@ from tests.predictor.scenarios import (
     expects_all_tokens,
     failure_of_each,
     failure_of_each_rank,
-    hung,
     hung_before_it_draws,
-    killed,
     latents_of_each,
     left,
     lost,
@@ -281,21 +279,6 @@ def test_prompts_or_halves_of_guidance_or_shared_tokens_times_stages_or_bands(jo
     assert report.resident_bytes[0] == report.resident_bytes[1] < report.whole_bytes
 
 
-@pytest.mark.slow
-def test_videos_of_two_calls_a_step(job):
-    jobs = [
-        job("wan", method="pipefusion", num_patches=2),
-        job("wan", method="single", guidance=2, data=1),
-        job("wan", method="sequence"),
-    ]
-    (in_patches, _), *exact = (result for _, result in drawn(jobs))
-    expected, _ = draw(0, *jobs[0])
-    assert expected.shape == (2, 5, 64, 32, 3)
-    assert (in_patches == expected).all()
-    for found, report in exact:
-        assert close(found, alone(jobs[1])), report
-
-
 def test_each_rank_of_a_pipeline_holds_its_share_of_the_weights(job):
     [((path, *_), (_, report))] = drawn([job("pixart", method="pipefusion", num_patches=4)], 4)
     whole = Predictor.from_pretrained(path, method="single").source.denoiser
@@ -382,7 +365,6 @@ def test_bad_input_is_refused_on_all_ranks(job, folder_of, tmp_path):
         ),
         "DDIMScheduler reads all rows": (refused, *pixart[1:]),
         "cannot use 2 ranks as guidance=2, parallel=2": job("pixart", guidance=2, parallel=2),
-        "have to be divisible by 8": job("pixart", changes={"height": 33}),
         "num_patches=99, but the latents have 16 rows": job("pixart", num_patches=99),
         "num_patches=98, but": (
             pixart[0],
@@ -393,14 +375,7 @@ def test_bad_input_is_refused_on_all_ranks(job, folder_of, tmp_path):
         "LayoutError": job("stable_diffusion"),
         "divides the two branches": job("pixart", changes={"guidance_scale": 1.0}, guidance=2),
         "CheckpointError": (broken, *pixart[1:]),
-        "2 ranks cannot be divided as data=3; choose sizes whose product divides 2": job(
-            "pixart", method="auto", data=3
-        ),
-        "method=auto takes no 'nonsense'; it takes axis,": job("pixart", method="auto", nonsense=1),
         "prompts of this model are texts": (pixart[0], [4], *pixart[2:]),
-        "`negative_prompt` should be the same type": job(
-            "stable_diffusion", changes={"negative_prompt": 3}, method="single"
-        ),
         "warmup_microbatches=5, but the model is given 4 samples in a step": job(
             "pixart", num_patches=2, warmup_microbatches=5
         ),
@@ -487,10 +462,7 @@ def test_a_closed_predictor_and_a_module_in_stages_are_refused_on_all_ranks(job)
     ],
 )
 def test_requests_are_drawn_after_one_that_was_cancelled(name, options, kind, job):
-    """By all ranks, or by one of them; what this package refuses is told to all.
-
-    History: ranks kept their connections, on which each had sent and received others; the process was aborted.
-    """
+    """By all ranks, or by one of them; what this package refuses is told to all."""
     each = job(name, 4, **options)
     who = [(0, 1), (1,)]
     found = run_ranks(cancelled, 2, *each, who, kind)
@@ -561,27 +533,6 @@ def test_a_rank_that_reads_its_weights_slowly_is_waited_for(job):
         assert len(found) == len(each[1])
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "victim", "options"),
-    [
-        (2, 1, {"method": "distrifusion"}),
-        (3, 1, {"method": "pipefusion"}),
-        row(3, 0, {"method": "sequence", "mode": "ring"}),
-        row(2, 0, {"method": "single", "guidance": 2}),
-    ],
-)
-def test_a_killed_rank_ends_the_others(num_ranks, victim, options, job, tmp_path):
-    """Who waits for it is told its name; who waits for one of those, that one's."""
-    arguments = (*job("pixart", 9, **options), victim, tmp_path)
-    with pytest.raises(RankError, match=rf"ranks failed\n(?s:.*)rank {victim} \(exit code -9\)"):
-        run_ranks(killed, num_ranks, *arguments)
-    errors = [(tmp_path / str(rank)).read_text() for rank in range(num_ranks) if rank != victim]
-    assert all(each.startswith("LostRankError: rank") for each in errors), errors
-    assert not any("timeout_s" in each for each in errors), "nobody waits so long"
-    named = f"lost rank {victim} (sampling): its process has ended without a word"
-    assert all(named in each for each in errors), errors
-
-
 DRAW = "lightning_diffpipe.sampling.source.images_of"
 OPEN = "lightning_diffpipe.predictor.open_source"
 LOAD = "lightning_diffpipe.sampling.methods.load_weights"
@@ -590,34 +541,34 @@ CONNECT = "lightning_diffpipe.predictor.Worker"
 
 
 @pytest.mark.parametrize(
-    ("victim", "when", "how", "phase"),
+    ("victim", "when", "how", "phase", "method"),
     [
-        (0, DRAW, SIGSTOP, "encoding prompts"),
-        (0, "", SIGSTOP, "sampling"),
-        (0, DRAW, SIGKILL, "encoding prompts"),
-        row(1, OPEN, SIGKILL, "opening the model"),
-        row(0, OPEN, SIGSTOP, "opening the model"),
-        row(1, CONNECT, SIGSTOP, "choosing a method"),
-        row(0, CONNECT, SIGSTOP, "choosing a method"),
-        row(1, LOAD, SIGSTOP, "reading weights and probing"),
-        row(0, LOAD, SIGKILL, "reading weights and probing"),
-        row(1, GATHER, SIGSTOP, "sampling"),
-        row(0, "", SIGKILL, "sampling"),
+        (0, DRAW, SIGSTOP, "encoding prompts", "single"),
+        (0, "", SIGSTOP, "sampling", "single"),
+        (0, DRAW, SIGKILL, "encoding prompts", "single"),
+        (1, "", SIGKILL, "sampling", "pipefusion"),
+        row(1, OPEN, SIGKILL, "opening the model", "single"),
+        row(0, OPEN, SIGSTOP, "opening the model", "single"),
+        row(1, CONNECT, SIGSTOP, "choosing a method", "single"),
+        row(0, CONNECT, SIGSTOP, "choosing a method", "single"),
+        row(1, LOAD, SIGSTOP, "reading weights and probing", "single"),
+        row(0, LOAD, SIGKILL, "reading weights and probing", "single"),
+        row(1, GATHER, SIGSTOP, "sampling", "single"),
+        row(0, "", SIGKILL, "sampling", "single"),
+        row(2, "", SIGKILL, "sampling", "distrifusion"),
     ],
 )
 def test_a_rank_that_is_killed_or_frozen_is_named_with_what_it_did(
-    victim, when, how, phase, job, tmp_path
+    victim, when, how, phase, method, job, tmp_path
 ):
-    """History: ranks stood for ever in a call to the store of a rank that was frozen, for half an hour where one
-    may take long, and told DistNetworkError where it was killed.
-    """
+    """History: ranks stood for ever in a call to the store of a rank that was frozen."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     # A killed one is known by its connections; a frozen one is still there when the others have told.
     timeout_s, grace_s = (20.0, 30.0) if how == SIGKILL else (4.0, 0.5)
     if when == GATHER:  # where others wait for tensors, which they do no longer than `timeout_s`
         timeout_s = 20.0
-    settings = job("dit", 4, method="single", timeout_s=timeout_s)
+    settings = job("dit" if method == "single" else "pixart", 9, method=method, timeout_s=timeout_s)
     arguments = (port, *settings, victim, when, how, phase, tmp_path)
     with pytest.raises(RankError, match=rf"rank {victim} \(exit code -9\)"):
         run_ranks(lost, 3, *arguments, group_timeout_s=None, grace_s=grace_s)
@@ -642,16 +593,6 @@ def test_a_rank_that_fails_after_drawing_says_so_before_it_leaves(job):
             f"LostRankError: rank {rank} (sampling) lost rank 0 (sampling): it failed with DiffPipeError: no room "
             "for the images; its own error says where"
         )
-
-
-@pytest.mark.slow
-def test_a_hung_rank_that_owes_no_message_ends_the_others(job, tmp_path):
-    """History: under data parallelism it was missed after half an hour."""
-    arguments = (*job("dit", 9, method="single", data=2, timeout_s=4.0), 1, tmp_path)
-    with pytest.raises(RankError, match="ranks failed"):
-        run_ranks(hung, 2, *arguments)
-    message = "rank 0 (sampling) waited for the other ranks: rank 1 (sampling) lives, but has made no step for 4 s"
-    assert message in (tmp_path / "0").read_text()
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -19,6 +18,7 @@ from lightning_diffpipe.errors import PartitionError
 from lightning_diffpipe.modules import Optimization, PipelineDiffusion
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.source import call_of
+from tests.distributed.scenarios import quiet_trainer
 from tests.modules.tiny_parts import perturbed_latent_diffusion, tiny_latent_diffusion
 from tests.predictor.scenarios import as_array
 from tests.predictor.tiny_pipelines import build
@@ -56,10 +56,8 @@ def train_and_predict(rank, world_size, folder, num_patches=1):
     settings = {"num_inference_steps": 3, "guidance_scale": 2.0, "seed": 4}
     samples = Remembering(PROMPTS, every_n_steps=None, num_patches=num_patches, **settings)
     strategy = DiffPipeStrategy(num_stages=2, profile="flops", seed=1, timeout_s=20)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy if world_size > 1 else "auto", max_epochs=1,
-        num_sanity_val_steps=0, default_root_dir=folder, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
+    trainer = quiet_trainer(
+        devices=world_size, strategy=strategy if world_size > 1 else "auto", default_root_dir=folder,
         callbacks=[EMA(decay=0.5), samples, FinalCheckpoint(folder / "final.ckpt")],
     )  # fmt: skip
     module = tiny_module()
@@ -180,10 +178,8 @@ def train(rank, world_size, name, every_n_steps, options=None):
     options = {"num_stages": 2, "num_microbatches": 2} | (options or {})
     strategy = DiffPipeStrategy(profile="flops", timeout_s=20, **options)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = L.Trainer(
-            accelerator="cpu", devices=world_size, strategy=strategy, max_steps=2, default_root_dir=folder,
-            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-            callbacks=[samples],
+        trainer = quiet_trainer(
+            devices=world_size, strategy=strategy, max_steps=2, default_root_dir=folder, callbacks=[samples],
         )  # fmt: skip
         module = module_of(name)
         draw = torch.Generator().manual_seed(1)
@@ -204,10 +200,7 @@ def train(rank, world_size, name, every_n_steps, options=None):
     [("flux", False), row("sdxl", True), ("sd3", False), row("self-conditioned", True)],
 )
 def test_training_goes_on_as_without_samples(name, samples_by_layers):
-    """Also after a refusal of PipeFusion, which leaves a U-Net to be drawn layer by layer.
-
-    History: so was a transformer with a ControlNet (sd3), though PipeFusion refused nothing.
-    """
+    """Also after a refusal of PipeFusion, which leaves a U-Net to be drawn layer by layer."""
     (without, _), (outcome, _) = run_in_turn(train, 2, (2, name, 9), (2, name, 1))
     drawn, by_layers, alone, weights = outcome
     assert by_layers == samples_by_layers

@@ -3,6 +3,7 @@
 Every parameter is perturbed, so that no gate or output layer starts at zero and hides what is behind it.
 """
 
+import functools
 import json
 import shutil
 
@@ -12,7 +13,13 @@ import torch
 import transformers
 from PIL import Image
 
-from tests.modules.tiny_parts import tiny_text_encoder, tiny_tokenizer
+from tests.modules.tiny_parts import (
+    tiny_clip,
+    tiny_text_encoder,
+    tiny_tokenizer,
+    tiny_unet,
+    tiny_vae,
+)
 from tests.zoo.case import perturb
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -31,33 +38,23 @@ def clip_tokenizer(folder):
 
 
 def clip_encoder(width=16, projection=None):
-    config = transformers.CLIPTextConfig(
-        vocab_size=80, hidden_size=width, intermediate_size=width, num_hidden_layers=2, num_attention_heads=2,
+    kind = transformers.CLIPTextModelWithProjection if projection else transformers.CLIPTextModel
+    return tiny_clip(
+        kind, vocab_size=80, hidden_size=width, intermediate_size=width, num_hidden_layers=2,
         max_position_embeddings=12, projection_dim=projection or width, bos_token_id=72, eos_token_id=73,
         pad_token_id=73,
     )  # fmt: skip
-    if projection:
-        return transformers.CLIPTextModelWithProjection(config)
-    return transformers.CLIPTextModel(config)
 
 
-def vae(latent_channels=4, **config):
-    return diffusers.AutoencoderKL(
-        block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=4, latent_channels=latent_channels, **config,
-    )  # fmt: skip
+vae = functools.partial(tiny_vae, 0.18215)
 
 
 def unet(**config):
-    return diffusers.UNet2DConditionModel(
-        **{
-            "sample_size": 16, "block_out_channels": (8, 16),
-            "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"), "layers_per_block": 1,
-            "cross_attention_dim": 16, "attention_head_dim": 4, "norm_num_groups": 4,
-        }
-        | config
-    )  # fmt: skip
+    defaults = {
+        "sample_size": 16, "down_block_types": ("CrossAttnDownBlock2D",) * 2,
+        "up_block_types": ("CrossAttnUpBlock2D",) * 2, "attention_head_dim": 4,
+    }  # fmt: skip
+    return tiny_unet(**defaults | config)
 
 
 def stable_diffusion(folder):
@@ -143,15 +140,23 @@ def dit(folder):
     )
 
 
-def wan(folder):
+def umt5():
     config = transformers.UMT5Config(
         vocab_size=384, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4
     )
+    return transformers.UMT5EncoderModel(config)
+
+
+def wan_vae():
+    return diffusers.AutoencoderKLWan(
+        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True],
+    )  # fmt: skip
+
+
+def wan(folder):
     return diffusers.WanPipeline(
-        vae=diffusers.AutoencoderKLWan(
-            base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True],
-        ),
-        text_encoder=transformers.UMT5EncoderModel(config),
+        vae=wan_vae(),
+        text_encoder=umt5(),
         tokenizer=tiny_tokenizer(),
         transformer=diffusers.WanTransformer3DModel(
             num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16, num_layers=4,

@@ -20,7 +20,7 @@ from lightning_diffpipe.graph.sizes import boundary_bytes
 from lightning_diffpipe.graph.step import take_samples
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling import measure, profiler, state, step_run
-from lightning_diffpipe.profiling.measure import LayerTimer, default_counts, measure_profile
+from lightning_diffpipe.profiling.measure import LayerTimer, measure_profile
 from lightning_diffpipe.profiling.profiler import in_precision
 from tests.profiling.toys import CpuClock, Toy, batch_of, toy
 
@@ -303,12 +303,6 @@ def test_a_batch_on_the_host_follows_its_module(monkeypatch):
     assert timer.graph.path_names == toy()[3].path_names
 
 
-def test_default_counts_reach_half_of_the_batch():
-    assert default_counts(None) == (1,)
-    assert default_counts(3) == (1,)
-    assert default_counts(64) == (1, 2, 4, 8, 16)
-
-
 def test_take_samples_cuts_what_counts_samples():
     batch = {
         "x": torch.arange(6).view(3, 2),
@@ -411,11 +405,7 @@ class FakeGpu:
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_what_fits_is_counted_with_what_is_there(on_device, monkeypatch):
-    """Half of the memory that is free.
-
-    History: what earlier steps had left in torch's cache counted as used, and layers were timed one by one; and
-    weights of a module that is on the GPU were counted again.
-    """
+    """Half of the memory that is free; what earlier steps have left in torch's cache counts as free."""
     module, step, batch, graph = toy()
     sizes = {name: 4 * p.numel() for name, p in module.named_parameters()}
     gradients = sum(size for name, size in sizes.items() if name in graph.trained)
@@ -457,11 +447,7 @@ def test_gradients_of_a_timed_step_share_memory(shared_bytes, monkeypatch):
 
 
 def test_measuring_gives_a_gpus_memory_back(monkeypatch):
-    """History: torch kept it, so the same module no longer fitted once its layers had been timed.
-
-    Then nobody looked whether encodings can be stored and split, bytes were those of the host, and NCCL found a
-    full card.
-    """
+    """History: torch kept it, so the same module no longer fitted once its layers had been timed."""
     module, step, batch, graph = toy()
     module.encoder.eval()
     gpu = FakeGpu(monkeypatch, free_bytes=2**30, cached_bytes=0)
@@ -487,10 +473,7 @@ def test_measuring_gives_a_gpus_memory_back(monkeypatch):
 
 
 def test_random_numbers_of_the_gpu_are_put_back(monkeypatch):
-    """History: those of the current GPU were, and only if another had been used; `cuda:1` drew on from elsewhere.
-
-    Generators of the host stand for those of two GPUs, of which torch knows nothing until it is initialised.
-    """
+    """Generators of the host stand for those of two GPUs, of which torch knows nothing until it is initialised."""
     module, step, batch, graph = toy()
     FakeGpu(monkeypatch, free_bytes=2**30, cached_bytes=0)
     now, generators = {"device": 0, "ready": False}, (torch.Generator(), torch.Generator())
@@ -594,10 +577,7 @@ def test_a_module_on_the_host_is_timed_on_a_gpu(fits, monkeypatch):
 
 
 def test_bytes_are_those_of_the_types_of_the_device(monkeypatch):
-    """History: under bf16-mixed on GPUs what crosses stages was planned at twice its size, as probed on the host.
-
-    Here "on the device" is where the step chooses half precision, as autocast does on a GPU only.
-    """
+    """ "On the device" is where the step chooses half precision, as autocast does on a GPU only."""
     module, batch = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), torch.randn(2, 8)
     places = []
 

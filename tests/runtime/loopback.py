@@ -212,11 +212,9 @@ class Loopback:
         num_stages: Stages of the evenly cut path.
         num_microbatches: Microbatches of every batch.
         num_ranks: Ranks that hold several stages each.
-        replicas: Ranks for each stage; one each if not given.
         schedule: Name of a schedule.
         seed: Seed of the run.
         max_share: Granularity of the graph.
-        folded: Make containers inside one stage whole again, as a real run does.
         num_probed: Samples of the probed microbatch.
         fine: The probed graph, if another pipeline of the same module has probed it.
         shares_probes: One rank probes microbatches of other sizes for all; else each does, as processes do.
@@ -232,11 +230,9 @@ class Loopback:
         num_microbatches: int,
         *,
         num_ranks: int | None = None,
-        replicas: Sequence[int] | None = None,
         schedule: str = "1f1b",
         seed: int = 5,
         max_share: float = 1 / 32,
-        folded: bool = True,
         num_probed: int = 2,
         fine: LayerGraph | None = None,
         shares_probes: bool = False,
@@ -246,13 +242,11 @@ class Loopback:
         self.fine = fine or probe(module, step, small, max_share=max_share)
         size = len(self.fine.path)
         positions = tuple(size * stage // num_stages for stage in range(1, num_stages))
-        self.graph = self.fine
-        if folded:
-            self.graph, positions = fold(module, step, small, self.fine, positions)
-        self.placement = Placement.of_replicas(replicas or [1] * num_stages)
-        if num_ranks is not None:
-            self.placement = SCHEDULES[schedule].place(num_stages, num_ranks)
+        self.graph, positions = fold(module, step, small, self.fine, positions)
         self.spec = SCHEDULES[schedule]
+        self.placement = Placement.of_replicas([1] * num_stages)
+        if num_ranks is not None:
+            self.placement = self.spec.place(num_stages, num_ranks)
         self.schedule = self.spec(self.placement, num_microbatches)
         self.pieces = cut_for(self.graph, positions, self.placement)
         self.reducer = SumBetweenCopies()

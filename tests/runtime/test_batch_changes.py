@@ -105,9 +105,7 @@ def pairs():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_one_process(kind):
-    """History: what one run of the step had changed the next one found; images were scaled twice, losses three
-    times as large, and without a word. A step that takes parts out of the batch ended in a KeyError.
-    """
+    """History: what one run of the step had changed the next one found; images were scaled twice."""
     torch.manual_seed(0)
     with in_double():
         alone, batch = kind().double(), pairs()

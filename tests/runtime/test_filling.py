@@ -232,18 +232,6 @@ def test_a_step_that_differs_from_its_probe_when_it_is_due_ends_training():
         filler.finish(work, Recording(0, FakeClock()))
 
 
-def test_layers_and_waits_are_averaged():
-    clock = FakeClock()
-    times = FillingTimes("planned", clock)
-    assert (times.layer_s("vae"), times.wait_s(WAIT)) == (None, 0.0)
-    for seconds in (1.0, 2.0):
-        times.note("vae", 0.0, seconds)
-        times.note(WAIT, 0.0, 0.0, seconds)
-    times.read()
-    assert times.layer_s("vae") == times.wait_s(WAIT) == pytest.approx(1.3)
-    assert FillingTimes("opportunistic", clock).wait_s(WAIT) == float("inf")
-
-
 def test_what_lies_between_steps_is_timed_on_the_device():
     """History: a GPU's own work counted as time between steps, as the host had gone on long before."""
     clock = FakeDeviceClock()
@@ -437,9 +425,7 @@ def lookahead_batches(filling, backend):
 
 
 def test_filling_until_a_message_arrives_is_refused_where_no_host_sees_it():
-    """History: over NCCL every message seemed to be there, and a GPU was asked for the time before a
-    message that it would not get: with three stages nobody went on.
-    """
+    """History: over NCCL every message seemed to be there, and with three stages nobody went on."""
     with pytest.raises(ConfigurationError, match=r"over NCCL.*use mode='planned' or None"):
         lookahead_batches(Filling(mode="opportunistic"), "nccl")
     for mode, backend in [("opportunistic", "gloo"), ("planned", "nccl"), (None, "nccl")]:

@@ -80,9 +80,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("block", [Positions, Reshapes])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_parameters_shaped_like_activations(schedule, block):
-    """History: zero-bubble schedules gave two parameters one gradient, to which all microbatches but the first were
-    added twice; and in all schedules one could lie in the memory of a message, which the next microbatch changed.
-    """
+    """History: one gradient of two parameters, to which all microbatches but the first were added twice."""
     torch.manual_seed(0)
     with in_double():
         module = Chain(block).double()

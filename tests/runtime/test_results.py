@@ -88,10 +88,7 @@ def test_names_of_earlier_steps_cost_nothing(sharing):
     "number", [numpy.float32(3), numpy.float64(0.1), 2**24 + 1, numpy.int64(3), True]
 )
 def test_numbers_of_any_kind_are_logged(sharing, number):
-    """History: the last rank refused what numpy's mean of float32 gives, after minutes of planning.
-
-    Counts above 2^24 and float64 were rounded to float32.
-    """
+    """History: the last rank refused what numpy's mean of float32 gives, after minutes of planning."""
     assert shared(sharing, works({"a": number})) == (1.0, {"a": float(number)})
 
 

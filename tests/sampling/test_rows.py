@@ -145,10 +145,7 @@ def drawn_alone(num, *options):
 @pytest.mark.parametrize("latents", LATENTS)
 @pytest.mark.parametrize("guidance", GUIDANCE)
 def test_samples_are_divided_wherever_their_rows_are(latents, guidance):
-    """History: rows were found by their number. Of two videos one was NaN, others ended in errors of torch.
-
-    A list of as many residuals as there are rows was divided, or refused for fear of that.
-    """
+    """History: rows were found by their number, and of two videos one was NaN."""
     for given, num in itertools.product(GIVEN, (2, 3)):
         options = latents, guidance, given
         expected = drawn_alone(num, *options)
@@ -165,10 +162,7 @@ def test_samples_are_divided_wherever_their_rows_are(latents, guidance):
 @pytest.mark.parametrize("latents", LATENTS[:2])
 @pytest.mark.parametrize("guidance", GUIDANCE[1:])
 def test_branches_are_divided_wherever_their_rows_are(latents, guidance):
-    """History: tokens of a prediction were cut as if they were channels, and arguments of all rows were halved.
-
-    Of two calls, whose guidance divides by a norm, it was said that the first was copied before the second.
-    """
+    """History: tokens of a prediction were cut as if they were channels, and arguments of all rows were halved."""
     for given, num in itertools.product(GIVEN, (1, 2)):
         options = latents, guidance, given
         expected, pair = drawn_alone(num, *options), LoopbackNetwork(2)

@@ -13,11 +13,7 @@ from lightning_diffpipe.sampling.dry_run import dry_run_of
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import InputScaler, OneProcess, Request
-from lightning_diffpipe.sampling.schedulers import (
-    PatchSchedulers,
-    for_samples,
-    is_elementwise,
-)
+from lightning_diffpipe.sampling.schedulers import PatchSchedulers, for_samples, is_elementwise
 from tests.sampling.models import build, knowing, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
 
@@ -53,10 +49,7 @@ def synchronous(tiny):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_synchronous_steps_in_patches_are_one_process(name, tiny, synchronous):
-    """Histories of multistep solvers and the scaling of Euler's input included.
-
-    History: every second model input of KDPM2 was scaled for another noise level, and images were wrong.
-    """
+    """Histories of multistep solvers and the scaling of Euler's input included."""
     request = request_for("pixart", make(name), tiny=tiny)
     expected = sample_plainly(request)
     result = synchronous.sample(request)

@@ -1,12 +1,14 @@
 """Ranks agree what their messages travel over, by the GPUs that they have and not by how they were started."""
 
 import logging
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_diffpipe.comm.links import ProcessLinks
 from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.sampling import world
 from tests.ranks import run_ranks
@@ -45,10 +47,7 @@ def backends(rank, cases):
 
 @pytest.mark.distributed
 def test_nccl_is_used_exactly_if_each_rank_has_a_gpu_of_its_own():
-    """History: ranks of two hosts, or with one visible GPU each, sent everything through host memory, as each
-    compared the GPUs that it saw with a number that few launchers set; ranks that differed waited for each other,
-    and two on one GPU ended in an error of NCCL.
-    """
+    """History: ranks of two hosts, or with one visible GPU each, sent everything through host memory."""
     found = run_ranks(backends, 2, [places for places, _, _ in CASES])
     assert [used for used, _ in found] == [[backend for _, backend, _ in CASES]] * 2
     (_, messages), (_, of_others) = found
@@ -82,3 +81,16 @@ def test_what_one_rank_refuses_is_an_error_of_all():
 def test_torch_without_nccl_is_named():
     places = [("one", gpu, gpu == "a") for gpu in ("a", "b")]
     assert world._why_not_nccl(places) == "torch has no NCCL on rank 1"
+
+
+def waits_for_a_plain_object(rank):
+    links = ProcessLinks.connect([[0, 1]], torch.device("cpu"), timeout_s=4, patience_s=30)
+    found = links.broadcast_object(lambda: time.sleep(6) or "a layout")
+    links.disconnect()
+    return found
+
+
+@pytest.mark.distributed
+def test_in_training_a_rank_may_probe_for_longer_than_messages_are_waited_for():
+    """History: drawing samples ended a training run where the first probe took longer than timeout_s."""
+    assert run_ranks(waits_for_a_plain_object, 2) == ["a layout"] * 2

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.graph.trial import untouched
+from tests.distributed.scenarios import quiet_trainer
 
 STEPS, FIRST = 6, 3
 
@@ -50,21 +51,13 @@ class Deep(L.LightningModule):
 
 def calls_of_a_step(depth, strategy, batch_size=2):
     counted = Counted()
-    quiet = dict.fromkeys(
-        ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False
-    )
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=STEPS, strategy=strategy, callbacks=[counted], **quiet
-    )  # fmt: skip
+    trainer = quiet_trainer(devices=1, max_steps=STEPS, strategy=strategy, callbacks=[counted])
     trainer.fit(Deep(depth), DataLoader(torch.randn(batch_size * STEPS, 4), batch_size))
     return counted.calls / (STEPS - FIRST)
 
 
 def test_one_rank_calls_little_besides_what_plain_lightning_does():
-    """For each layer with two parameters, and for a step.
-
-    History: 24 for each, then 4, mostly in loops over parameters, and a second run of the step's code on stubs.
-    """
+    """For each layer with two parameters, and for a step."""
     more = {
         depth: calls_of_a_step(
             depth, DiffPipeStrategy(num_stages=1, num_microbatches=1, profile="flops")

@@ -14,7 +14,6 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -155,20 +154,6 @@ class Rotating(SubsetRandomSampler):
         self.epoch = epoch
 
 
-def one_pass_of_a_pipeline(pipeline, epoch, by_batches):
-    """Indices that one of two pipelines loads, wrapped as Lightning wraps a user's sampler."""
-    clock = Clock()
-    clock.epoch = epoch
-    sampler = Rotating(range(8))
-    share = DistributedSamplerWrapper(sampler, num_replicas=2, rank=pipeline)
-    how = {"batch_sampler": BatchSampler(share, 2, False)} if by_batches else {"sampler": share}
-    torch.manual_seed(pipeline)
-    loader = aligned(DataLoader(Augmented(), **how), pipeline, clock)
-    share.set_epoch(epoch)
-    assert sampler.epoch == epoch
-    return torch.cat(list(loader))
-
-
 def test_pipelines_share_one_order_when_a_short_loader_begins_anew():
     def rounds(pipeline):
         share = DistributedSamplerWrapper(Rotating(range(8)), num_replicas=2, rank=pipeline)
@@ -180,19 +165,6 @@ def test_pipelines_share_one_order_when_a_short_loader_begins_anew():
         orders.append(torch.stack([first, second], 1).flatten().tolist())
         assert sorted(orders[-1]) == list(range(8))
     assert orders[0] != orders[1]
-
-
-@pytest.mark.parametrize("by_batches", [False, True])
-def test_pipelines_share_one_order_of_a_sampler_of_the_user(by_batches):
-    """History: each pipeline drew an order of its own, so samples were seen twice or never."""
-    orders = []
-    for epoch in (0, 1):
-        first, second = (one_pass_of_a_pipeline(pipeline, epoch, by_batches) for pipeline in (0, 1))
-        order = torch.stack([first[:, 0], second[:, 0]], 1).flatten().tolist()
-        assert sorted(order) == list(range(8))
-        assert not (first[:, 1] == second[:, 1]).any(), "same augmentation in both pipelines"
-        orders.append(order)
-    assert orders[0] != orders[1], "every epoch has the same order"
 
 
 def test_a_data_set_without_length_stays_without():
@@ -277,8 +249,7 @@ class Numbers:
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
 @pytest.mark.parametrize("long", [Numbers(0, 8), list(range(8))])
 def test_batches_that_are_shown_early_come(long, mode, looks_ahead):
-    """History: where a short loader started again beside one without a length, the batches after the next one were
-    called the next ones, and the run ended, since a batch was not the one whose frozen layers had run."""
+    """History: where a short loader started again, the batches after the next one were called the next ones."""
     loaders = {"long": long, "short": [100, 101, 102]}
     combined = CombinedLoader(loaders, mode)
     expected = [batch for batch, _, _ in combined]
@@ -381,12 +352,3 @@ def test_other_ranks_get_what_the_first_one_loads(looks_ahead):
     assert repr(first) == repr(second)
     assert [done for *_, done, _ in first] == ([False] * 4 + [True]) * 2
     assert hooks == [0] * 10
-
-
-def test_a_rank_that_does_not_read_touches_no_sample():
-    def fail(*args):
-        raise AssertionError("a sample was asked for")
-
-    loader = aligned(DataLoader(Augmented(), 2, collate_fn=fail), is_read=False)
-    assert list(loader) == []
-    assert len(loader) == 4

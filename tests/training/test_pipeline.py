@@ -283,9 +283,7 @@ def test_a_step_may_bring_a_module_to_where_it_is():
 @pytest.mark.parametrize("mode", ["fake", "real"])
 @pytest.mark.parametrize("update", ["in place", "through data", "all at once"])
 def test_steps_that_change_weights_are_refused(mode, update):
-    """History: a momentum teacher followed M times in a step of M microbatches, and on several ranks PyTorch told
-    of "a single memory location".
-    """
+    """History: a momentum teacher followed M times in a step of M microbatches."""
 
     class Student(nn.Module):
         def __init__(self):

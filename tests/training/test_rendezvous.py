@@ -42,10 +42,7 @@ def test_the_default_process_group_takes_over_the_store():
 
 
 def test_a_port_that_an_earlier_store_of_this_process_had_is_given_up(monkeypatch):
-    """History: of 1500 places opened one after the other, 127 could not be taken over: "address already in use".
-
-    PyTorch finds a closed store of the same port in its table instead of the open one.
-    """
+    """PyTorch finds a closed store of the same port in its table instead of the open one."""
     opened, make_store = [], dist.TCPStore
 
     def first_ones_cannot_be_shared(host, port, **options):
@@ -93,12 +90,6 @@ def come(meet_at, num_come, num_ranks, patience_s, **options):
     return outcomes
 
 
-def test_all_who_come_get_the_same_store(meet_at):
-    first, second, third = come(meet_at, 3, 3, 60.0)
-    first.set("key", "value")
-    assert second.get("key") == third.get("key") == b"value"
-
-
 @pytest.mark.slow
 def test_who_does_not_come_is_named(meet_at, caplog):
     """History: torch said nothing for half an hour, and then how many had come."""
@@ -141,7 +132,7 @@ def test_a_process_that_ends_before_it_has_come_is_named_by_the_one_that_started
 
 
 def test_two_groups_of_one_process_have_keys_of_their_own(meet_at):
-    """The second one found what the first had left in the store."""
+    """History: the second one found what the first had left in the store."""
     meet_at(open_store())
     alone = Watcher()
     first, second = (rendezvous(0, 1, 60.0, 60.0, watcher=alone) for _ in range(2))

@@ -60,10 +60,7 @@ class MakesTensors(TinyDiffusion):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"profile": "flops"}, {"profile": "measure", "verify": True}])
 def test_a_module_knows_that_it_is_still_on_the_host(options, monkeypatch):
-    """History: on GPUs every step that used `self.device` failed while it was probed, the built-in one, too.
-
-    Lightning tells modules that they are on their device before anything is there, and probing begins on the host.
-    """
+    """History: on GPUs every step that used `self.device` failed while it was probed, the built-in one, too."""
     monkeypatch.setattr(MakesTensors, "seen", ())
     whole = {"num_stages": "auto", "num_microbatches": "auto"}
     fit_module(MakesTensors, strategy={**whole, **options}, max_steps=2)
@@ -149,10 +146,7 @@ class ReadsPairs(L.LightningModule):
 
 
 def test_two_pairs_of_captions_are_those_of_two_samples():
-    """History: probes on two samples, and last batches of two, took them for two parts of the batch.
-
-    Such a batch was cut across the pairs; frozen layers ran on whole microbatches, as if they mixed samples.
-    """
+    """History: probes on two samples, and last batches of two, took them for two parts of the batch."""
     weights = []
     for world_size in (0, 1):
         module = make(ReadsPairs)
@@ -172,10 +166,7 @@ class Lit(L.LightningModule):
 
 
 def test_metrics_are_where_a_step_is_timed_and_forget_it():
-    """History: on GPUs a step that updated a metric could not be timed; on the host timing and probing counted.
-
-    Probes of all sizes still did, whose states went back as the tensors that a run had added to.
-    """
+    """History: on GPUs a step that updated a metric could not be timed; on the host timing and probing counted."""
     module, there = Lit(), torch.device("meta")  # the only other device a CPU has
     module.mean.update(3.0)
     with placed(module, there):

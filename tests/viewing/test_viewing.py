@@ -308,8 +308,7 @@ def test_an_unbalanced_stage_is_named():
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble", "v"])
 @pytest.mark.parametrize("coin", [0.0, 0.5, 1.0])
 def test_imbalance_is_no_more_than_waiting(coin, schedule):
-    """History: a backward was also spread over stages that run none, and 26.3 % of a step were to be won of the
-    15.8 % that are waiting."""
+    """History: a backward was also spread over stages that run none, which promised more than is waited for."""
     tried = 0
     for seed in range(12):
         rng = random.Random(seed)

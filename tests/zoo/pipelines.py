@@ -148,13 +148,6 @@ def clip77(_: Path) -> nn.Module:
     return type(encoder)(encoder.config)
 
 
-def umt5(_: Path) -> nn.Module:
-    config = transformers.UMT5Config(
-        vocab_size=384, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4
-    )
-    return transformers.UMT5EncoderModel(config)
-
-
 def clip_vision(_: Path) -> nn.Module:
     """An encoder of images of 28 pixels, wide as the image tokens of Wan's denoiser of the zoo."""
     config = transformers.CLIPVisionConfig(
@@ -206,18 +199,8 @@ def levels(kind: str, count: int = 4, width: int = 8) -> dict[str, Any]:
 
 VAE = {"vae": of(tiny.vae)}
 SHIFTED = {"vae": of(tiny.vae, shift_factor=0.1)}
-DEEP = {
-    "vae": of(
-        diffusers.AutoencoderKL, block_out_channels=(8, 8, 8, 8), down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4, norm_num_groups=4, latent_channels=4, shift_factor=0.1,
-    )
-}  # fmt: skip
-WAN_VAE = {
-    "vae": of(
-        diffusers.AutoencoderKLWan, base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-    )
-}  # fmt: skip
+DEEP = {"vae": of(tiny.vae, block_out_channels=(8, 8, 8, 8), shift_factor=0.1)}
+WAN_VAE = {"vae": of(tiny.wan_vae)}
 HUNYUAN_VIDEO_VAE = {
     "vae": of(
         diffusers.AutoencoderKLHunyuanVideo, in_channels=3, out_channels=3, norm_num_groups=4, scaling_factor=0.5,
@@ -328,7 +311,7 @@ SANA = with_denoiser(
     GEMMA2 | DC | FLOW, "SanaTransformer2DModel", patch_size=1, caption_channels=16
 )
 WAN = with_denoiser(
-    WAN_VAE | UNIPC | {"text_encoder": umt5, "tokenizer": byte_tokenizer},
+    WAN_VAE | UNIPC | {"text_encoder": of(tiny.umt5), "tokenizer": byte_tokenizer},
     "WanTransformer3DModel",
     in_channels=16,
     out_channels=16,

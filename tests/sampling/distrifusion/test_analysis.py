@@ -83,10 +83,7 @@ def test_order_of_text_positions_and_sliced_arguments_are_found(
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])
 def test_texts_that_have_seen_the_image_are_no_constants(name):
-    """History: all of their layers were copied in the first step, and compared and dropped in the second.
-
-    Before the first joint attention are the layer that embeds the text and its query, key and value.
-    """
+    """Before the first joint attention are the layer that embeds the text and its query, key and value."""
     assert len(analysis_of(name).constant) == 4
 
 

@@ -69,22 +69,6 @@ def test_only_synchronous_steps_are_the_synchronous_mode(name, tiny_models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "group_norm"),
-    [("sd", "predicted"), ("sd", "corrected"), ("sd3", "predicted")],
-)
-def test_latents_that_stand_still_show_no_staleness(name, group_norm, tiny_models):
-    tiny = tiny_models(name)
-    call, x = tiny.denoise(tiny.model), tiny.latents
-    with torch.inference_mode():
-        wanted = call(x, torch.tensor(500))
-    found = last_prediction(
-        tiny.model, [x] * 4, 2, call, warmup_steps=1, group_norm=group_norm, verify=False
-    )
-    assert relative(found, wanted) < 1e-12
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_requests_leave_nothing_behind(name, tiny_models):
     tiny = tiny_models(name)

@@ -113,8 +113,3 @@ def test_more_ranks_in_a_stage_than_heads():
         ConfigurationError, match=r"at most 2 ranks, or ring .*sequence_mode='ring'"
     ):
         sample_hybrid("pixart", build("pixart"), 1, 3, num_patches=2)
-
-
-def test_an_unknown_way_to_share_tokens():
-    with pytest.raises(ConfigurationError, match="sequence_mode='star'; choose ulysses or ring"):
-        PipeFusion(build("pixart").model, sequence_mode="star")

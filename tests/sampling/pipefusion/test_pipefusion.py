@@ -131,8 +131,7 @@ def test_branches_of_guidance_follow_each_other_unless_the_image_is_exact(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("warmup_threshold", "found", "num_ranks"),
-    [(10.0, 1, 1), (None, 3, 3), (0.0, 5, 2)],
+    ("warmup_threshold", "found", "num_ranks"), [(10.0, 1, 1), (None, 3, 3), (0.0, 5, 2)]
 )
 def test_an_automatic_warmup_ends_on_all_ranks_alike(
     warmup_threshold, found, num_ranks, tiny_models

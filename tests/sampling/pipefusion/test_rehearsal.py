@@ -94,9 +94,7 @@ def test_numbers_made_of_shapes_are_refused_where_ranks_share_tokens():
 def test_shared_tokens_are_rehearsed_once_for_each_layout(monkeypatch):
     rehearsals, rehearse = [], sampler.rehearse_sharing
     monkeypatch.setattr(
-        sampler,
-        "rehearse_sharing",
-        lambda *args: (rehearsals.append(args), rehearse(*args)),
+        sampler, "rehearse_sharing", lambda *args: (rehearsals.append(args), rehearse(*args))
     )
 
     class Twice(SequenceParallel):

@@ -84,10 +84,7 @@ def test_a_part_that_nobody_sees_weighs_nothing():
     ],
 )
 def test_gpus_compute_a_part_with_a_kernel(dtype, width, takes, kernel, monkeypatch):
-    """With fake tensors, which check what is given to the kernels and say what they return.
-
-    History: on GPUs all scores existed, in float32, where one process had a kernel for the same attention.
-    """
+    """With fake tensors, which check what is given to the kernels and say what they return."""
     for name in ("flash", "efficient"):
         monkeypatch.setattr(
             sequence_attention, f"can_use_{name}_attention", lambda asked, name=name: name in takes

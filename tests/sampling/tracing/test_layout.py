@@ -81,9 +81,7 @@ def test_a_block_that_cannot_do_without_text_gets_a_dummy():
 def test_ranks_that_share_tokens_are_fed_as_many_on_every_axis(
     num_texts, num_references, num_ranks
 ):
-    """History: images that Qwen edits follow its text, of which the second rank was fed a token on one axis only:
-    it sent 17 tokens for 16, and the first one aborted.
-    """
+    """History: of images that follow their text the second rank was fed a token on one axis only."""
     total, units = sum(num_texts) + num_references, torch.arange(8)
     text = text_token(torch.arange(total))
     *streams, references = text.split([*num_texts, num_references])
