@@ -212,6 +212,7 @@ class Loopback:
         num_stages: Stages of the evenly cut path.
         num_microbatches: Microbatches of every batch.
         num_ranks: Ranks that hold several stages each.
+        replicas: Ranks for each stage; one each if not given.
         schedule: Name of a schedule.
         seed: Seed of the run.
         max_share: Granularity of the graph.
@@ -230,6 +231,7 @@ class Loopback:
         num_microbatches: int,
         *,
         num_ranks: int | None = None,
+        replicas: Sequence[int] | None = None,
         schedule: str = "1f1b",
         seed: int = 5,
         max_share: float = 1 / 32,
@@ -244,7 +246,7 @@ class Loopback:
         positions = tuple(size * stage // num_stages for stage in range(1, num_stages))
         self.graph, positions = fold(module, step, small, self.fine, positions)
         self.spec = SCHEDULES[schedule]
-        self.placement = Placement.of_replicas([1] * num_stages)
+        self.placement = Placement.of_replicas(replicas or [1] * num_stages)
         if num_ranks is not None:
             self.placement = self.spec.place(num_stages, num_ranks)
         self.schedule = self.spec(self.placement, num_microbatches)
