@@ -13,6 +13,10 @@ The journey of a request:
 
 Text encoders live on rank 0 only, and so does the autoencoder unless all decode. Under PipeFusion a rank reads only
 the weights of its own layers; under the other methods each has the whole denoiser.
+
+Sources:
+    PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
+    DistriFusion, Li et al. (CVPR 2024), https://arxiv.org/abs/2402.19481
 """
 
 import contextlib

@@ -7,6 +7,7 @@ denoiser, whose weights are read once it is known which layers a rank runs.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import itertools
 import re
@@ -637,14 +638,13 @@ def images_of(call: PipelineCall, sample: Sample) -> Any:
         said = re.sub(r"tensor\([^()]*\)", "tensor(...)", str(error))
         raise ConfigurationError(f"{call.name}: {said}") from error
     except Exception as error:
+        if lacking := _lacking_package(error):
+            raise ConfigurationError(
+                f"{call.name} needs the package {lacking}, which is not installed: pip install {lacking}"
+            ) from error
         raise ConfigurationError(
             f"{call.name} ends in {type(error).__name__} before anything is denoised, with a denoiser that "
-            f"predicts zeros: {error}"
-            # diffusers leaves names of some packages undefined, and fails in torch if the strength leaves no step.
-            + f"; if that is a package, pip install {getattr(error, 'name', '')}"
-            * isinstance(error, NameError)
-            + "; if it does so in diffusers alone, take a higher strength or num_inference_steps, another "
-            "scheduler or other arguments"
+            f"predicts zeros: {error}; {_no_step_left(call)}"
         ) from error
     _refuse_shapes(request)
     try:
@@ -656,6 +656,26 @@ def images_of(call: PipelineCall, sample: Sample) -> Any:
         if hasattr(output, attribute):
             return getattr(output, attribute)
     return output if isinstance(output, Tensor | list) else output[0]
+
+
+def _lacking_package(error: Exception) -> str | None:
+    """Returns the missing package that an error names; diffusers leaves names of some packages undefined."""
+    name = getattr(error, "name", None) if isinstance(error, NameError | ImportError) else None
+    name = str(name or "").partition(".")[0]
+    is_optional = isinstance(error, ImportError) or hasattr(diffusers.utils, f"is_{name}_available")
+    return name if name and is_optional and importlib.util.find_spec(name) is None else None
+
+
+def _no_step_left(call: PipelineCall) -> str:
+    """Returns the remedy for a failed call; pipelines fail in torch where the strength leaves no step."""
+    values = {
+        name: call.arguments.get(name, parameter.default)
+        for name, parameter in inspect.signature(type(call.pipeline).__call__).parameters.items()
+    }
+    strength, num_steps = values.get("strength"), values.get("num_inference_steps")
+    if isinstance(strength, Real) and isinstance(num_steps, Real) and strength * num_steps < 1:
+        return f"strength={strength} of num_inference_steps={num_steps} is less than a step: raise either"
+    return "if it does so in diffusers alone, take another scheduler or other arguments"
 
 
 def _refuse_shapes(request: Call) -> None:

@@ -127,7 +127,7 @@ def test_one_process_and_two_ranks_draw_what_diffusers_draws(family, saved):
     found = Predictor.from_pretrained(path, "single", alone=True)(**request)
     assert torch.equal(found, expected)
     ways = [MethodOptions("single", data=2)]
-    if family in ("cogvideox_dpm", "svd"):
+    if family in ("cogvideox", "cogvideox_dpm", "ltx", "svd"):
         ways.append(MethodOptions("single", guidance=2, data=1))
     for options in ways:
         torch.manual_seed(0)
@@ -215,9 +215,9 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     module = __import__(diffusers.SkyReelsV2Pipeline.__module__, fromlist=["x"])
     monkeypatch.delattr(module, "ftfy")
     predictor = Predictor.from_pretrained(tmp_path / "saved", "single", alone=True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        ConfigurationError,
-        match=r"SkyReelsV2Pipeline ends in NameError .*; if that is a package, pip install ftfy;",
+        ConfigurationError, match=r"SkyReelsV2Pipeline needs the package ftfy.*: pip install ftfy$"
     ):
         predictor(["a cat"], num_inference_steps=2, **PIPELINES["SkyReelsV2Pipeline"].call)
 

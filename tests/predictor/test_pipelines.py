@@ -570,7 +570,7 @@ def test_tensors_that_the_denoiser_cannot_take_are_named_before_anything_is_draw
         ({"callback_on_step_end_tensor_inputs": ["noise"]}, r"tensor_inputs` has to be in .*noise"),
         ({"callback_on_step_end": 3}, "'int' object is not callable"),
         ({"image": random_image(), "strength": 0.1},
-         "take a higher strength or num_inference_steps, another "),
+         "strength=0.1 of num_inference_steps=4 is less than a step: raise either"),
     ],
 )  # fmt: skip
 def test_what_no_loop_can_use_is_refused_before_anything_is_drawn(options, message, folder_of):
