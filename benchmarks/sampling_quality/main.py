@@ -35,9 +35,9 @@ from lightning_diffpipe.callbacks.sample_images import image_grid  # noqa: E402
 from lightning_diffpipe.data.glyphs import GlyphDataset  # noqa: E402
 from lightning_diffpipe.errors import ConfigurationError  # noqa: E402
 from lightning_diffpipe.modules.latent_diffusion import tokenize  # noqa: E402
+from lightning_diffpipe.sampling.distrifusion import emulate  # noqa: E402
 from lightning_diffpipe.sampling.pipefusion import PipeFusion  # noqa: E402
 from lightning_diffpipe.sampling.request import OneProcess, Request  # noqa: E402
-from tests.sampling.distrifusion.emulate import emulate  # noqa: E402
 from tests.sampling.models import request_for  # noqa: E402
 
 PARTS = (2, 4, 8)

@@ -29,12 +29,12 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import environment, table
 from lightning_diffpipe.comm.links import Links
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.sampling_rule import SamplingCase, SamplingChoice, ranked_choices
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.request import Request
-from tests.loopback import LoopbackNetwork
 
 BLOCKS, ROWS, WIDTH, STEPS = 16, 256, 64, 10
 LINKS = {

@@ -19,6 +19,7 @@ are waited for as long as their maker lives (`watcher.py`).
   among the messages of this kind on this edge, and its length: of another length than expected it never comes,
   where gloo would end the process, or leave the rest of the buffer as it was. On NCCL each directed edge of a chain
   has a communicator, and all positions together have one for what they do at the same point.
+* `LoopbackLinks` (`loopback.py`): positions are threads of one process.
 * `Alone`: one position, no network.
 """
 

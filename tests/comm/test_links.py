@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from lightning_diffpipe.comm import links as links_module
 from lightning_diffpipe.comm.links import ProcessLinks, exchange, start_all_gather
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.comm.mesh import connected_group
 from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unpack
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.planning.cluster import Link
-from tests.loopback import LoopbackNetwork
 from tests.ranks import run_ranks
 
 

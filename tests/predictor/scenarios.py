@@ -14,13 +14,13 @@ from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.predictor import Predictor
+from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.pipefusion import sampler as pipefusion
 from lightning_diffpipe.sampling.report import SamplingStatistics
 from lightning_diffpipe.sampling.skeleton import load_weights
 from lightning_diffpipe.sampling.world import World
 from tests.modules.tiny_parts import perturbed_latent_diffusion
 from tests.nccl_like import pretend_nccl
-from tests.sampling.distrifusion.emulate import emulate
 
 
 def draw(rank, path, prompts, settings, options):

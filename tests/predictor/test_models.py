@@ -2,9 +2,9 @@
 
 import pytest
 
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.sampling.pipefusion import SequenceParallel
-from tests.loopback import LoopbackNetwork
 from tests.predictor.write_models import PATH, request_of, row
 from tests.zoo import CASES
 

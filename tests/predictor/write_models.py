@@ -16,10 +16,10 @@ from pathlib import Path
 import diffusers
 import torch
 
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
+from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.request import OneProcess, Request
-from tests.loopback import LoopbackNetwork
-from tests.sampling.distrifusion.emulate import emulate
 from tests.zoo import CASES
 
 PATH = Path(__file__).parents[2] / "docs" / "sampling_models.md"

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
-from tests.loopback import LoopbackNetwork
 from tests.sampling.models import Tiny, knowing, request_for
 
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from lightning_diffpipe.comm.links import Traffic, start_all_gather
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.comm.packing import TensorShape
-from lightning_diffpipe.sampling.distrifusion import DistriFusion
+from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.request import OneProcess
-from tests.loopback import LoopbackNetwork
-from tests.sampling.distrifusion.emulate import emulate
 from tests.sampling.models import STEPS, pixart_call
 
 

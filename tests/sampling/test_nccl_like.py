@@ -7,13 +7,12 @@ from torch import nn
 from lightning_diffpipe.comm import links
 from lightning_diffpipe.comm.links import ProcessLinks
 from lightning_diffpipe.comm.packing import TensorShape
-from lightning_diffpipe.sampling.distrifusion import DistriFusion
+from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from tests.nccl_like import pretend_nccl
 from tests.ranks import run_ranks
 from tests.rows import row
 from tests.sampling.distrifusion import models as banded
-from tests.sampling.distrifusion.emulate import emulate
 from tests.sampling.models import build, request_for, sample_plainly
 
 pytestmark = pytest.mark.distributed

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.comm.links import start_all_gather
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.call import Call, Phase
 from lightning_diffpipe.sampling.dry_run import dry_run_of, observe_samples
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.request import OneProcess
-from tests.loopback import LoopbackNetwork
 
 FRAMES = 3
 ROWS = 4

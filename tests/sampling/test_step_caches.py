@@ -12,13 +12,12 @@ import torch
 from diffusers import hooks
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.sampling.distrifusion import DistriFusion
+from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
 from lightning_diffpipe.sampling.methods import MethodOptions, fitted
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.request import OneProcess
 from lightning_diffpipe.sampling.step_caches import step_cache_named
 from tests.rows import row
-from tests.sampling.distrifusion.emulate import emulate
 from tests.sampling.models import build, knowing, request_for
 from tests.sampling.ranks_in_threads import sample_together
 

@@ -6,12 +6,12 @@ import diffusers
 import pytest
 import torch
 
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling import loop
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.request import OneProcess
 from lightning_diffpipe.sampling.schedulers import HostTimesteps
-from tests.loopback import LoopbackNetwork
 from tests.sampling.models import build, knowing, pixart_call, request_for
 from tests.sampling.waits import Waits, request_on_device
 

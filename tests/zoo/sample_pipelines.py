@@ -20,13 +20,13 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from lightning_diffpipe.comm.links import ProcessLinks
+from lightning_diffpipe.comm.loopback import LoopbackLinks, LoopbackNetwork
 from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.model_sources import open_source
 from lightning_diffpipe.pipelines.one_step import condition_of, image_of
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.methods import MethodOptions, fitted
 from lightning_diffpipe.sampling.world import World
-from tests.loopback import LoopbackLinks, LoopbackNetwork
 from tests.predictor.write_models import reason_of
 
 from .pipelines import PIPELINES, build, prepared

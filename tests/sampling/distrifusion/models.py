@@ -6,9 +6,9 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.request import Request
 from tests.sampling import models as transformers
-from tests.sampling.distrifusion.emulate import emulate
 from tests.sampling.models import B, Tiny, guided, normal, plain
 
 CROSS = {

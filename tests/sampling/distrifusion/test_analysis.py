@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
 
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import ConfigurationError, GraphError
-from lightning_diffpipe.sampling.distrifusion import DistriFusion
+from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
 from lightning_diffpipe.sampling.distrifusion.analysis import (
     CallAnalysis,
     JointKeys,
@@ -18,8 +19,6 @@ from lightning_diffpipe.sampling.distrifusion.band_call import MODEL
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.sampler import intercepted
 from lightning_diffpipe.sampling.rehearsal import relative_error
-from tests.loopback import LoopbackNetwork
-from tests.sampling.distrifusion.emulate import emulate
 from tests.sampling.distrifusion.models import (
     Inside,
     build,

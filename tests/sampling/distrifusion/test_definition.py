@@ -14,8 +14,8 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
+from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.request import OneProcess
-from tests.sampling.distrifusion.emulate import emulate
 from tests.sampling.distrifusion.models import build, request_for
 from tests.sampling.models import STEPS
 

@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from diffusers.models.attention_processor import AttnProcessor
 
 from lightning_diffpipe.comm.links import Alone
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import ConfigurationError, GraphError
-from lightning_diffpipe.sampling.distrifusion import DistriFusion
+from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
 from lightning_diffpipe.sampling.distrifusion import sampler as bands_sampler
 from lightning_diffpipe.sampling.rehearsal import relative_error
 from lightning_diffpipe.sampling.request import OneProcess
-from tests.loopback import LoopbackNetwork
-from tests.sampling.distrifusion.emulate import emulate
 from tests.sampling.distrifusion.models import (
     TRANSFORMERS,
     UNETS,

@@ -5,8 +5,8 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
+from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.request import Request
-from tests.sampling.distrifusion.emulate import emulate
 from tests.sampling.distrifusion.models import Inside, Script, last_prediction, normal
 
 FIRST, CHANGE = normal(2, 8, 16, 6, seed=1), normal(2, 8, 16, 6, seed=2)

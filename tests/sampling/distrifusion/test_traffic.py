@@ -28,7 +28,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.sampling.distrifusion.emulate import emulate
+from lightning_diffpipe.sampling.distrifusion import emulate
 from tests.sampling.distrifusion.models import build, request_for
 
 STEPS, ROWS, E = 4, 32, 8  # float64

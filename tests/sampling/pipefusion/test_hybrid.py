@@ -6,9 +6,9 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler
 
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from tests.loopback import LoopbackNetwork
 from tests.sampling.models import build, knowing, request_for, sample_plainly
 from tests.sampling.traffic import assert_traffic_is_as_planned
 

@@ -1,4 +1,4 @@
-"""Ranks of DistriFusion as threads of one process."""
+"""What DistriFusion on several ranks is compared with: its bands as threads of one process."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.comm.links import Links
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.sampling.distrifusion import DistriFusion
+from lightning_diffpipe.sampling.distrifusion.sampler import DistriFusion
 from lightning_diffpipe.sampling.loop import with_own_generators
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import takes_generator
-from tests.loopback import LoopbackNetwork
 
 
 def emulate(
@@ -37,6 +37,9 @@ def emulate(
 
     Returns:
         The final latents, and the samplers of all bands with their statistics.
+
+    Raises:
+        ConfigurationError: Bands have other noise.
     """
     device, default = request.latents.device, None
     if request.step_kwargs.get("generator") is None and takes_generator(request.scheduler):
