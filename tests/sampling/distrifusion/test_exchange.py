@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lightning_diffpipe.comm import loopback
 from lightning_diffpipe.comm.links import Alone
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.distrifusion.exchange import Constants, Exchange
-from tests import loopback
 from tests.sampling.distrifusion.models import request_for
 
 
