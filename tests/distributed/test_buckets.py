@@ -1,12 +1,18 @@
 """Batches of several shapes out of folders and shards: the numbers of one process, also resumed in an epoch."""
 
+import csv
+import re
+
+import diffusers
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file
 
 from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.rng import derived_seed
+from tests.command import run, run_on_forks
 from tests.data.folders import shards_of, write_clips, write_ratios
 from tests.distributed.scenarios import (
     SEED,
@@ -24,6 +30,7 @@ from tests.distributed.scenarios import (
 from tests.distributed.tiny import TinyPipeline
 from tests.ranks import run_ranks
 from tests.rows import row
+from tests.zoo import pipelines
 
 pytestmark = pytest.mark.distributed
 
@@ -162,3 +169,83 @@ def test_buckets_go_on_in_the_middle_of_an_epoch(tmp_path, kind):
         assert again[0] == seen[7:]
         assert again[1] == own_losses[7:]
         assert all(torch.equal(again[2][name], value) for name, value in own_weights.items())
+
+
+def losses_of(folder):
+    with next(folder.rglob("metrics.csv")).open() as lines:
+        return [float(row["train/loss"]) for row in csv.DictReader(lines) if row["train/loss"]]
+
+
+@pytest.mark.table
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experiment", "pipeline", "num_samples", "num_buckets", "settings"),
+    [
+        (
+            "sdxl_lora",
+            "StableDiffusionXLPipeline",
+            200,
+            5,
+            ("data.resolution=64", "data.flip=0.5", "strategy.num_microbatches=2"),
+        ),
+        (
+            "wan_lora",
+            "WanPipeline",
+            42,
+            3,
+            ("data.resolution=32", "data.num_frames=[5,9,13]", "strategy.num_microbatches=3"),
+        ),
+    ],
+    ids=["images of twelve ratios", "clips of three lengths"],
+)
+def test_a_folder_and_one_command(
+    experiment, pipeline, num_samples, num_buckets, settings, tmp_path
+):
+    """Adapters out of buckets, on two ranks as on one; then from the middle of the epoch again."""
+    samples = tmp_path / "samples"
+    samples.mkdir()
+    write_ratios(samples) if num_samples == 200 else write_clips(samples, each=14)
+    model, saved, batch_size = tmp_path / "model", tmp_path / "saved", num_samples // 12
+    pipelines.build(pipeline, tmp_path / "parts").save_pretrained(model)
+    command = (
+        *("train", f"experiment={experiment}", f"model.path={model}", f"data.folder={samples}"),
+        *("data.buckets=true", "data.bucket_step=32", f"data.batch_size={batch_size}", *settings),
+        *("model.optimization.lr=0.01", "model.optimization.warmup_steps=0"),
+        *("data.shuffle_tags=true", "data.trigger=sks", "data.validation_share=0"),
+        *("trainer=cpu", "trainer.devices=2", "strategy=two_stages", "strategy.profile=flops"),
+        *("logger=csv", "callbacks=training", "num_threads=1", "data.num_workers=0"),
+        *("trainer.max_steps=-1", "trainer.max_epochs=1", "trainer.log_every_n_steps=1"),
+    )
+    half = "callbacks.checkpoint.every_n_train_steps=10", "+callbacks.checkpoint.save_top_k=-1"
+
+    def trained(name, *further, run=run_on_forks):
+        to = f"save_lora={tmp_path / name}", f"hydra.run.dir={tmp_path / f'run_{name}'}"
+        done = run(*command, *further, *to, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        adapters = load_file(tmp_path / name / "pytorch_lora_weights.safetensors")
+        return done.stdout + done.stderr, losses_of(tmp_path / f"run_{name}"), adapters
+
+    said, losses, adapters = trained("saved", *half)
+    pattern = (
+        rf"{num_samples} samples in (\d+) buckets make (\d+) batches of {batch_size}; (\d+) of"
+    )
+    buckets, batches, repeated = map(int, re.search(pattern, said).groups())
+    assert batches * batch_size - repeated == num_samples
+    assert buckets == num_buckets
+    assert len(losses) == batches
+    diffusion = diffusers.DiffusionPipeline.from_pretrained(model)
+    diffusion.load_lora_weights(saved)
+    assert diffusion.get_list_adapters()
+    assert all(
+        x.abs().max() > 0.01
+        for name, x in adapters.items()
+        if "lora_B" in name or "lora.up" in name
+    )
+    _, alone, _ = trained("alone", "trainer.devices=1", "strategy.num_stages=1", run=run)
+    assert losses == pytest.approx(alone, rel=1e-3)
+    (checkpoint,) = (tmp_path / "run_saved").rglob("*10.ckpt")
+    plan = tmp_path / "run_saved/pipeline/plan.json"  # that of the batch it begins with may differ
+    _, later, again = trained("again", f"ckpt_path={checkpoint}", f"strategy.plan={plan}")
+    assert later == losses[10:]
+    assert adapters.keys() == again.keys()
+    assert all(torch.equal(value, again[name]) for name, value in adapters.items())
