@@ -336,7 +336,7 @@ def test_a_config_that_empties_a_group_is_refused(verb, tmp_path, capsys, monkey
         (["sample", "sampler.warmup_steps=abc"], "sampler.warmup_steps='abc'; choose a number, 0"),
         (["sample", "sampler.method=nope"], "sampler.method='nope'; choose pipefusion, distrifus"),
         (["sample", "guidance_scale=nan"], "guidance_scale must be a number; got nan"),
-        (["sample", "height=1000000"], "height=1000000 is more than 65535 pixels"),
+        (["sample", "height=1000000"], "height must be a whole number >= 1 and <= 65535; got 1000000"),
         (["sample", "num_inference_steps=0"], "num_inference_steps must be a number > 0; got 0"),
         (["sample", "prompts=[]"], "prompts must be a list with at least one prompt; got []"),
         (["sample", "path=nowhere"], "'nowhere' is neither a folder with a model_index.json nor"),

@@ -443,6 +443,25 @@ def encoding(real: Any) -> Callable[..., Any]:
     return encode
 
 
+@dataclass
+class Certain:
+    """A posterior without a spread.
+
+    Attributes:
+        mean: Its mode and every sample, `(B, ...)`.
+    """
+
+    mean: Tensor
+
+    def mode(self) -> Tensor:
+        """Returns the mean."""
+        return self.mean
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        """Returns the mean, too."""
+        return self.mean
+
+
 def posterior_of(mode: Tensor) -> types.SimpleNamespace:
     """Returns an encoding of which only the mode is left."""
     return types.SimpleNamespace(latent_dist=types.SimpleNamespace(mode=lambda: mode))

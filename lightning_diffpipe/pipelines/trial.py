@@ -25,6 +25,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.one_step import OTHERWISE, TIME, OneStep, Tail, patched
 from lightning_diffpipe.pipelines.stand_ins import (
     ArgumentPlace,
+    Certain,
     Draw,
     StandIn,
     given,
@@ -128,8 +129,7 @@ def encoding_means(decoder: Any) -> Callable[..., Any]:
     def encode(pixels: Tensor, *_: Any, **__: Any) -> Any:
         shape = _shape_of_encoding(outline(), pixels)
         means = pixels.flatten(1).mean(1).view(-1, *[1] * (len(shape) - 1)).expand(shape)
-        posterior = SimpleNamespace(mean=means, mode=lambda: means, sample=lambda *_, **__: means)
-        return SimpleNamespace(latent_dist=posterior)
+        return SimpleNamespace(latent_dist=Certain(means))
 
     return encode
 
