@@ -94,7 +94,8 @@ def fit(callbacks, folder, world_size=1, num_stages=1, **options):
         "profile": "flops",
     }
     trainer = quiet_trainer(
-        devices=world_size, max_steps=4, max_epochs=None, val_check_interval=2, default_root_dir=folder,
+        devices=world_size, max_steps=4, max_epochs=None, val_check_interval=2, use_distributed_sampler=True,
+        default_root_dir=folder,
         strategy=DiffPipeStrategy(**settings, seed=1, timeout_s=20) if world_size > 1 else "auto",
         log_every_n_steps=1, logger=CSVLogger(folder, "csv", ""), callbacks=callbacks, num_sanity_val_steps=1,
         check_val_every_n_epoch=None, **options,
