@@ -98,22 +98,23 @@ class Samples(L.Callback):
 
 def sample(method: str) -> None:
     """Samples two images."""
-    begin, enter = World.agree, World.enter
+    begin, publish = World.agree, watcher.publish
 
     def agree_and_come_to_harm(world: World, phase: str, *arguments: Any) -> Any:
         if phase != "sampling":
             come_to_harm(f"{phase} ({method})")
         return begin(world, phase, *arguments)
 
-    def enter_and_come_to_harm(world: World, phase: str, works: bool = False) -> None:
-        enter(world, phase, works)
-        come_to_harm(f"{phase} ({method})")
+    def publish_and_come_to_harm(**changes: Any) -> None:
+        publish(**changes)
+        if changes.get("phase", "sampling") != "sampling":
+            come_to_harm(f"{changes['phase']} ({method})")
 
     def on_step(done: int, steps: int) -> None:
         if done == 2:
             come_to_harm(f"sampling ({method})")
 
-    World.agree, World.enter = agree_and_come_to_harm, enter_and_come_to_harm  # type: ignore[method-assign]
+    World.agree, watcher.publish = agree_and_come_to_harm, publish_and_come_to_harm  # type: ignore[method-assign]
     model = built_in("glyphs_transformer" if method == "PipeFusion" else "glyphs")
     predictor = Predictor.from_pretrained(model, method=method.lower(), timeout_s=TIMEOUT_S)
     for _ in range(2):
