@@ -368,23 +368,31 @@ def dequantize(part: nn.Module) -> None:
 
 
 def _in_4_bits(quant_type: str = "nf4", double: bool = True) -> Quantization:
-    def num_bytes(weight: Tensor) -> int:
-        scales = math.ceil(weight.numel() / _BLOCK)
-        # The 16 levels, and where scales are quantized, theirs and the mean of the scales, in single precision.
-        nested = scales + 4 * math.ceil(scales / _NESTED_BLOCK) + 4 * 256 + 4
-        return math.ceil(weight.numel() / 2) + 4 * 16 + (nested if double else 4 * scales)
-
     how = {"quant_type": quant_type, "compress_statistics": double}
-    return Quantization(partial(Weight4Bit.of, **how), num_bytes)
+    return Quantization(partial(Weight4Bit.of, **how), partial(_bytes_in_4_bits, double=double))
+
+
+def _bytes_in_4_bits(weight: Tensor, double: bool) -> int:
+    scales = math.ceil(weight.numel() / _BLOCK)
+    # The 16 levels, and where scales are quantized, theirs and the mean of the scales, in single precision.
+    nested = scales + 4 * math.ceil(scales / _NESTED_BLOCK) + 4 * 256 + 4
+    return math.ceil(weight.numel() / 2) + 4 * 16 + (nested if double else 4 * scales)
 
 
 def _in_8_bits(name: str, row_bytes: int) -> Quantization:
-    def quantize(weight: Tensor) -> Tensor:
-        import torchao.quantization
+    return Quantization(
+        partial(_by_torchao, name=name), partial(_bytes_in_8_bits, row_bytes=row_bytes)
+    )
 
-        return TorchaoWeight.of(weight, getattr(torchao.quantization, name)())
 
-    return Quantization(quantize, lambda weight: weight.numel() + row_bytes * weight.shape[0])
+def _by_torchao(weight: Tensor, name: str) -> Tensor:
+    import torchao.quantization
+
+    return TorchaoWeight.of(weight, getattr(torchao.quantization, name)())
+
+
+def _bytes_in_8_bits(weight: Tensor, row_bytes: int) -> int:
+    return weight.numel() + row_bytes * weight.shape[0]
 
 
 _NAMED = {

@@ -380,7 +380,8 @@ def export(config: DictConfig) -> None:
     from lightning_diffpipe.checkpoint_files import WholeFiles
     from lightning_diffpipe.checkpoint_shards import is_sharded, read_shards
 
-    folder, output = plain(config).values()
+    values = plain(config)
+    folder, output = values["checkpoint"], values["output"]
     if not is_sharded(folder):
         raise ConfigurationError(
             f"checkpoint={folder} is no folder of a checkpoint in shards; only strategy.state_dict_type=sharded "

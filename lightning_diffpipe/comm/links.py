@@ -16,9 +16,9 @@ A message is waited for as long as `timeout_s`. Plain objects are made on the wa
 are waited for as long as their maker lives (`watcher.py`).
 
 * `ProcessLinks`: `torch.distributed`, gloo or NCCL. On gloo every message has a tag made of its kind, its turn
-  among the messages of this kind on this edge, and its length: of another length than expected it never comes,
-  where gloo would end the process, or leave the rest of the buffer as it was. On NCCL each directed edge of a chain
-  has a communicator, and all positions together have one for what they do at the same point.
+  among the messages of this kind on this edge, and its length (modulo a prime): of another length than expected it
+  does not come, where gloo would end the process, or leave the rest of the buffer as it was. On NCCL each directed
+  edge of a chain has a communicator, and all positions together have one for what they do at the same point.
 * `LoopbackLinks` (`loopback.py`): positions are threads of one process.
 * `Alone`: one position, no network.
 """
@@ -92,7 +92,7 @@ class Incoming(Protocol):
     """A tensor that is being received."""
 
     def begin(self) -> None:
-        """Begins the receive, after those of earlier messages on its edge, if it has not begun."""
+        """Begins the receive, after those of earlier messages on its edge, if it has not started."""
 
     def wait(self) -> Tensor:
         """Returns the tensor, or raises PipelineTimeoutError; may be called once."""

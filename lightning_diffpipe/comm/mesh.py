@@ -197,14 +197,24 @@ class Mesh:
 
     def summed_over_pipelines(self, number: float) -> float:
         """Returns the sum of a number of all pipelines, on all; raises PipelineTimeoutError for a lost rank."""
-        layout = self.layout
-        if layout.num_pipelines == 1:
+        if self.layout.num_pipelines == 1:
             return number
         total = torch.tensor([number], dtype=torch.float64)
-        peers = range(self.local_rank, layout.world_size, layout.ranks_per_pipeline)
-        with self.naming(peers, patient=False):
+        with self._naming_of_position():
             dist.all_reduce(total, group=self.data_parallel)
         return float(total)
+
+    def gathered_over_pipelines(self, value: Any) -> list[Any]:
+        """Returns plain data of this position in all pipelines; errors as of `summed_over_pipelines`."""
+        if self.layout.num_pipelines == 1:
+            return [value]
+        with self._naming_of_position():
+            return gathered_objects(value, self.data_parallel)
+
+    def _naming_of_position(self) -> contextlib.AbstractContextManager[None]:
+        layout = self.layout
+        peers = range(self.local_rank, layout.world_size, layout.ranks_per_pipeline)
+        return self.naming(peers, patient=False)
 
     def connect_background(self) -> None:
         """Makes the group for a thread of each rank, unless it is there; every rank calls it."""

@@ -287,7 +287,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         What waits for a batch when shards have been read is treated as `last` says; None: it waits on.
         """
         size = size or self.batch_size
-        weights = {url: each.weight for each in shards for url in self._urls([each])}
+        weights = self._weights(shards)
         waiting: dict[Shape, list[_Read]] = {}
         for seed in seeds:
             num_batches = 0
@@ -296,9 +296,7 @@ class WebDatasetDataModule(CaptionedDataModule):
                     entry = self._entry(files, weights)
                     shape = reader.shape(entry)
                     read = partial(reader.read, entry, shape)
-                    if (
-                        self.on_error == "skip"
-                    ):  # whether it can be read decides who is in the batch
+                    if self.on_error == "skip":  # only what can be read takes a place in a batch
                         read = partial(lambda sample: sample, read())
                 except DataError as error:
                     if self.on_error == "raise":
@@ -312,11 +310,8 @@ class WebDatasetDataModule(CaptionedDataModule):
             if last in ("filled", "smaller"):
                 for reads in waiting.values():
                     num_batches += 1
-                    yield (
-                        reads
-                        if last == "smaller"
-                        else list(itertools.islice(itertools.cycle(reads), size))
-                    )
+                    filled = itertools.islice(itertools.cycle(reads), size)
+                    yield reads if last == "smaller" else [*filled]
             if last is not None:
                 waiting.clear()
             if seed is not None and not (num_batches or waiting):
@@ -378,8 +373,20 @@ class WebDatasetDataModule(CaptionedDataModule):
         expand = self._webdataset.SimpleShardList
         return [url for each in shards for url in expand(each.path).urls * each.repeats]
 
+    def _weights(self, shards: list[Source]) -> dict[str, float]:
+        weights: dict[str, float] = {}
+        for each in shards:
+            for url in self._urls([each]):
+                if weights.setdefault(url, each.weight) != each.weight:
+                    raise ConfigurationError(
+                        f"the shard {url} has the weights {weights[url]} and {each.weight}, as two patterns "
+                        "name it; let one of them name it"
+                    )
+        return weights
+
     def _loader(self, stream: Any, shards: list[Source]) -> DataLoader:
         self.read_files()
+        self._weights(shards)
         rank, num_ranks = self._data_parallel()
         num_shards = len(self._urls(shards))
         if num_shards < num_ranks:

@@ -408,10 +408,10 @@ def survey(
     """Finds call sequences of a step by trials, with the seeds of its first batches; returns the longest, and all.
 
     The step is run three times to see what it carries on, as often at each of `moments` if it changes something,
-    then twice, and once at each of `moments`. If coins were
-    thrown, it is run four times more, with small and with large numbers in place of those sampled. If the runs
-    differ in what they call, or the step has counters or generators of its own, 32 trials follow, of two
-    microbatches of each of 16 batches, and two at each moment. The module is left as it was.
+    then twice, and once at each of `moments`. If coins were thrown, it is run four times more, with small and with
+    large numbers in place of those sampled. If the runs differ in what they call, or the step has counters or
+    generators of its own, 32 trials follow, of two microbatches of each of 16 batches, and two at each moment. The
+    module is left as it was.
 
     Args:
         root: The module, on the host.

@@ -219,7 +219,7 @@ class Repeats:
 
 
 class Call:
-    """A call of one of several equal modules; `leaves` are those of its arguments."""
+    """A call of one of several equal modules; `given` are its arguments, and `leaves` theirs."""
 
     def __init__(
         self, repeats: Repeats, key: Hashable, name: str, module: nn.Module, given: Any

@@ -344,7 +344,7 @@ def _attributes_restored(
 
 
 def plain_state(root: nn.Module) -> dict[str, list[Any]]:
-    """Returns numbers, texts, small arrays and counts that attributes of modules (no metrics) and code hold."""
+    """Returns numbers, texts, small arrays and counts in attributes of modules (no metrics), classes and files."""
     codes = ((code.__name__, code) for code in _users_code(root))
     modules = ((name, m) for name, m in root.named_modules() if not has_own_tensors(m))
     held = lambda value: vars(value) if _entries_of(type(value)) is vars else value

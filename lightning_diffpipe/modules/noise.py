@@ -225,6 +225,8 @@ def _normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | Non
 
 
 class _Schedule:
+    """Base class of both kinds of noise schedule."""
+
     noise: Noise
     num_timesteps: int
     num_quantiles = 0  # of the timesteps, with one sum of losses each

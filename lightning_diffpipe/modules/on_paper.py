@@ -215,12 +215,20 @@ class OnPaper:
     """A training step without weights, or with random ones.
 
     Args:
+        path: A diffusers folder, or the name of a well-known model.
+        dtype: Type of weights, gradients and activations.
         configs: Its configurations; None reads them.
+        call: Further arguments of the pipeline's call.
         device: Device of the weights: meta by default, without memory; else they have random values.
+        lora: Adapters that are trained in place of the denoiser's weights.
+        quantization: Quantization of frozen linear layers, as of `PipelineDiffusion.from_pretrained`.
+        expert: As in `PipelineDiffusion`.
         with_reference: Whether each sample has an image of its size that it is made from; pipelines that do
             nothing without one, and Flux Kontext, have it in any case.
 
     Attributes:
+        module: The model in training.
+        denoiser: Name of the denoiser among its parts.
         size: Height and width in pixels and number of frames that the pipeline samples by default.
 
     Raises:

@@ -263,7 +263,7 @@ class PartsModule(L.LightningModule):
         self._swap_quantized = _do_nothing
 
     def _absent(self) -> dict[str, frozenset[str]]:
-        """Returns, by part, names of weights to leave out; none of a part that has begun to be trained since."""
+        """Returns, by part, names of weights to leave out; none of a part that has been trained since."""
         return {
             name: names
             for name, names in self._left_out.items()
@@ -311,7 +311,7 @@ class PartsModule(L.LightningModule):
         said_of_cut.clear()
 
     def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
-        """Replaces averages of optimizers that average weights by the trained weights, until they have stepped."""
+        """Replaces averages of optimizers that average weights by the trained weights, until their first step."""
         optimizers = self.trainer.optimizers if self._trainer is not None else ()
         for optimizer in filter(switches_weights, optimizers):
             optimizer.train()

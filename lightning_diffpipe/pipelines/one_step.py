@@ -437,7 +437,7 @@ class OneStep:
         cls, device = type(pipeline), property(lambda self: self.device_of_latents)
         pipeline.__class__ = type(cls.__name__, (cls,), {"_execution_device": device})
         dtype = dtype_of(parts[self.denoiser])
-        loop_is_over, drawn = False, list[Tensor]()
+        loop_is_over, noises = False, list[Tensor]()
 
         def step(prediction: Tensor, sample: Tensor) -> Tensor:
             nonlocal loop_is_over
@@ -448,8 +448,8 @@ class OneStep:
             # Noise that some pipelines add to latents before they are decoded: `find_tail` refuses these.
             if loop_is_over:
                 return torch.randn(tuple(shape), device=timesteps.device)
-            drawn.append(draw(shape))
-            return drawn[-1]
+            noises.append(draw(shape))
+            return noises[-1]
 
         # Numbers that the pipeline takes once for all samples, and its denoiser is given for each.
         by_sample = {n: v for n, v in further.items() if n in self.sizes and isinstance(v, Tensor)}
@@ -480,7 +480,7 @@ class OneStep:
         methods = {name: _drawing_from(method, noise) for name, method in self._drawing.items()}
         call = methods.pop("__call__")  # which is among them for every class
         for name, drawing in methods.items():
-            method = _returning_noise(drawing, drawn) if self.mixes_image else drawing
+            method = _returning_noise(drawing, noises) if self.mixes_image else drawing
             is_static = isinstance(inspect.getattr_static(pipeline, name), staticmethod)
             attributes[name] = method if is_static else types.MethodType(method, pipeline)
         with contextlib.suppress(Captured):
@@ -655,12 +655,12 @@ def _drawing_from(method: types.FunctionType, draw: Draw) -> types.FunctionType:
     return copied
 
 
-def _returning_noise(method: Callable[..., Any], drawn: Sequence[Tensor]) -> Callable[..., Any]:
-    """Returns a method that gives its noise, appended to `drawn`, in place of the first tensor of that shape."""
+def _returning_noise(method: Callable[..., Any], noises: Sequence[Tensor]) -> Callable[..., Any]:
+    """Returns a method that gives its noise, appended to `noises`, in place of the first tensor of that shape."""
 
     def call(*args: Any, **options: Any) -> Any:
-        before, answer = len(drawn), method(*args, **options)
-        for noise in drawn[before:]:
+        before, answer = len(noises), method(*args, **options)
+        for noise in noises[before:]:
             values = list(answer) if isinstance(answer, tuple) else [answer]
             place = next((i for i, x in enumerate(values) if x.shape == noise.shape), None)
             if place is not None:

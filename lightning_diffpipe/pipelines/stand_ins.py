@@ -207,13 +207,16 @@ class PaddingTokenizer(StandIn):
     """A tokenizer whose tensors have one length, and with which pipelines do not look for words that were cut off.
 
     Pipelines tokenize twice, the second time without a limit, and compare ids by value to warn of what was
-    cut off. The second answer is shorter here than the first, so that there is nothing to compare. `note` is given
-    the tokenizer, texts, its answer and the most tokens that it reads.
+    cut off. The second answer is shorter here than the first, so that there is nothing to compare.
+
+    Args:
+        real: The tokenizer.
+        note: Is given it, the texts, its answer and the most tokens that it reads.
     """
 
     def __init__(self, real: Any, note: Callable[..., None]) -> None:
         super().__init__(real, _text=None, _answer=None, _length=None, _note=note)
-        # `note` tells what is too long; the tokenizer's own warning, once for each, would come anew in trial runs.
+        # `note` tells what is too long; the tokenizer's own warning, once for each, would come again in trial runs.
         getattr(real, "deprecation_warnings", {})[_TOO_LONG] = True
 
     def __call__(self, text: Any = None, *args: Any, **options: Any) -> Any:
@@ -311,7 +314,9 @@ def answering(real: Any, change: Callable[[Any], Any], **members: Any) -> StandI
 def of_length(real: Any, length: Callable[[], int]) -> StandIn:
     """Returns a denoiser whose states of prompts have one length for prompts of any length.
 
-    Longer states stay as they are, and so do those that no mask argument goes with.
+    Args:
+        real: Computes.
+        length: Gives the length. Longer states stay as they are, and so do those that no mask argument goes with.
     """
 
     def call(*args: Any, **options: Any) -> Any:
@@ -486,7 +491,13 @@ def in_type(answer: Any, dtype: torch.dtype) -> Any:
 def no_decoder(
     real: Any, give: Callable[[Tensor], None], encode: Callable[..., Any] | None = None
 ) -> StandIn:
-    """Returns an autoencoder that passes its input to `give`, and ends the call; `encode` replaces its own."""
+    """Returns an autoencoder that passes its input to `on_decode`, and ends the call.
+
+    Args:
+        real: Encodes by itself, unless `encode` does.
+        give: Gets the latents that shall be decoded.
+        encode: In the place of its own.
+    """
 
     def decode(latents: Tensor, *_: Any, **__: Any) -> Any:
         give(latents)
@@ -522,9 +533,9 @@ def encoding_first_frames(
         if pixels.ndim == 4:  # images, and not videos of which they are the first frame
             return with_noise(pixels[:, :, None])[:, :, 0]
         first = pixels[:, :, :1]
-        drawn = partial(torch.randn, generator=generator, device=pixels.device)
-        spread = (noise[0] + noise[1] * drawn(len(pixels))).exp()
-        added = spread.to(first).view(-1, 1, 1, 1, 1) * drawn(first.shape, dtype=first.dtype)
+        normal = partial(torch.randn, generator=generator, device=pixels.device)
+        spread = (noise[0] + noise[1] * normal(len(pixels))).exp()
+        added = spread.to(first).view(-1, 1, 1, 1, 1) * normal(first.shape, dtype=first.dtype)
         return torch.cat([first + added, pixels[:, :, 1:]], 2)
 
     def encode_rows(pixels: Tensor, *args: Any, **options: Any) -> Any:

@@ -156,7 +156,7 @@ class Trial:
         if step.decoder is not None:
             self._parts[step.decoder] = self._recording(step.decoder, parts[step.decoder])
         self._device = next(iter(parts[step.denoiser].parameters())).device
-        self._drawn: list[tuple[int, ...]] = []
+        self._noise_shapes: list[tuple[int, ...]] = []
 
     def _zeros(self, denoiser: nn.Module, *args: Any, **options: Any) -> Any:
         """Answers for the denoiser."""
@@ -222,12 +222,12 @@ class Trial:
     ) -> Tensor:
         """Returns the decoder's input for latents from `draw`, with further arguments of the call."""
         times = times or (self._step.time_at(0.001),)
-        self._drawn.clear()
+        self._noise_shapes.clear()
         self._calls.clear()
         decoded: list[Tensor] = []
 
         def recorded(shape: Sequence[int]) -> Tensor:
-            self._drawn.append(tuple(shape))
+            self._noise_shapes.append(tuple(shape))
             return draw(shape).to(self._device)
 
         def step(_: Tensor, sample: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ class Trial:
             step,
             decoded.append,
         )
-        counts = len(self._drawn), len(self._calls[self._step.denoiser]), len(decoded)
+        counts = len(self._noise_shapes), len(self._calls[self._step.denoiser]), len(decoded)
         if counts != (1, 1, 1):
             raise ConfigurationError(
                 f"in one step {self._step.name} samples noise {counts[0]} times, calls its denoiser {counts[1]} "
@@ -428,8 +428,10 @@ class Trial:
         if self._step.decoder is None:
             return Tail(torch.ones(()), torch.zeros(()), (0, 1, 2, 3), 4)
         unpatched = self._decoded(torch.zeros)
-        drawn = self._drawn[0]
-        patch = unpatched.shape[-1] // drawn[-1] if unpatched.ndim == len(drawn) == 4 else 1
+        noise_shape = self._noise_shapes[0]
+        patch = (
+            unpatched.shape[-1] // noise_shape[-1] if unpatched.ndim == len(noise_shape) == 4 else 1
+        )
         decoded = lambda draw: patched(self._decoded(draw), patch)
         shift = patched(unpatched, patch)
         scale, num_given = decoded(torch.ones) - shift, 0
@@ -440,18 +442,19 @@ class Trial:
             decoded = lambda draw: all_frames(draw)[:, :, num_given:]
             shift, scale = shift[:, :, num_given:], scale[:, :, num_given:]
         refusal = ConfigurationError(
-            f"between its loop and its decoder {self._step.name} turns latents {drawn} into {tuple(shift.shape)} "
-            "by more than an order of axes, a factor and an offset for each channel; encodings cannot be normalised"
+            f"between its loop and its decoder {self._step.name} turns latents {noise_shape} into "
+            f"{tuple(shift.shape)} by more than an order of axes, a factor and an offset for each channel; "
+            "encodings cannot be normalised"
         )
         # For each axis of the decoder's input, that of the latents; None for one that the tail inserts.
         axes: list[int | None] = [None] * shift.ndim
-        for axis in range(1, len(drawn)):
-            if drawn[axis] > 1:
+        for axis in range(1, len(noise_shape)):
+            if noise_shape[axis] > 1:
                 values = (decoded(lambda s, a=axis: _positions(s, a)) - shift) / scale
                 along = _axis_of(values - values.flatten()[0] if num_given else values)
                 if along is None or axes[along] is not None:
                     raise refusal
-                if shift.shape[along] + num_given * (along == 2) != drawn[axis]:
+                if shift.shape[along] + num_given * (along == 2) != noise_shape[axis]:
                     raise refusal
                 axes[along] = axis
         inserted = [length for length, axis in zip(shift.shape, axes, strict=True) if axis is None]
@@ -480,7 +483,7 @@ class Trial:
             scale[channels].clone().cpu(),
             shift[channels].clone().cpu(),
             (0, *axes) if frames_apart else (0, *axes[1:]),
-            len(drawn),
+            len(noise_shape),
             patch,
             frames_apart,
             num_given,
@@ -491,9 +494,9 @@ class Trial:
         """Returns the frames of a video for each frame of its latents after the first; None without an image."""
         if not self._step.animates or (axis := axes[2]) is None:
             return None
-        longer = self._drawn[0][axis]
+        longer = self._noise_shapes[0][axis]
         self._decoded(torch.zeros, further={"num_frames": 9})
-        growth = longer - self._drawn[0][axis]
+        growth = longer - self._noise_shapes[0][axis]
         return 8 // growth if growth else None  # another axis, where frames are decoded as images
 
 

@@ -162,9 +162,13 @@ def warn_of_statistics(graph: LayerGraph, pieces: Cut, placement: Placement) -> 
 
 
 def collect(state: Mapping[Any, Any], owners: Mapping[Any, int], mesh: Mesh) -> dict[Any, Any]:
-    """Brings the entries of a state together on world rank 0, from the owners of those not held everywhere.
+    """Brings the entries of a state together on world rank 0.
 
-    These are world ranks, in the first pipeline if it has any; elsewhere there may be placeholders.
+    Args:
+        state: This rank's entries, tensors or values with tensors inside of lists and dicts. Those of other owners
+            may be there, too, as placeholders.
+        owners: For entries not held everywhere: the world rank that holds them, in the first pipeline if any does.
+        mesh: This rank's groups.
 
     Returns:
         On world rank 0 all entries, tensors on the host, in the order of its own state and then of the owners;

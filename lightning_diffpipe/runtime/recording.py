@@ -29,7 +29,7 @@ from lightning_diffpipe.planning.timeline import Span
 
 
 class Recording:
-    """The stamps of one step on one rank."""
+    """The stamps of one step on one rank, which began at `started_s` of the host's `time.perf_counter`."""
 
     def __init__(self, rank: int, clock: Clock) -> None:
         self.started_s = time.perf_counter()

@@ -225,10 +225,10 @@ class ResultSharing:
         mesh, missing = self._mesh, [*counts.values()].count(0)
         if mesh.layout.placement.num_stages == 1 or not mesh.summed_over_pipelines(missing):
             return
-        if mesh.data_parallel is not None:
-            for others in gathered_objects(counts, mesh.data_parallel):
-                counts.update(others)
-        for (name, _), count in counts.items():
+        total: Counter[_Call] = Counter()
+        for of_pipeline in mesh.gathered_over_pipelines(counts):
+            total.update(of_pipeline)  # `+` would leave out what is zero
+        for (name, _), count in total.items():
             if not count:
                 raise GraphError(
                     f"all batches of an optimizer step leave out what is made of {name}, so that no gradient comes "
@@ -240,6 +240,7 @@ class ResultSharing:
     def clear(self) -> None:
         """Forgets what is under way, after an error."""
         self._under_way.clear()
+        self._counts.clear()
 
     def _filled_in(self, works: Sequence[MicrobatchWork], agreed: Entries) -> Tensor:
         """Returns values and samples, `(2, microbatches, 1 + names)`, loss first; zeros where there is nothing."""

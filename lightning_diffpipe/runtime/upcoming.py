@@ -292,7 +292,12 @@ class GroupShares:
     ) -> None:
         """Takes in a step; every rank of the pipeline must call it after the same steps.
 
-        `busy_s` is without frozen work; `encode_s` and `num_groups` are of this rank's share of it.
+        Args:
+            step_s: Seconds since the step before.
+            busy_s: Seconds this rank was busy with anything but frozen work.
+            encode_s: Seconds of its share of the frozen work of a batch.
+            num_groups: Groups of that share.
+            total_groups: Groups of that batch, over all ranks.
         """
         if not self.adapts:
             return

@@ -152,7 +152,7 @@ class Call:
         random_states: States of the default generators of the rank that made the call, that of the host first.
             Where the pipeline passes its scheduler no generator, noise is sampled by these, on all ranks alike.
         loop: Loop of this rank, once it has started.
-        patch_schedulers: Schedulers of patches of the request that began last, once they have stepped.
+        patch_schedulers: Schedulers of patches of the request that began last, once they have been used.
         samples_in: Rows of each sample, where they were observed (`observe_samples`).
     """
 

@@ -98,11 +98,16 @@ def _for_trial(call: PipelineCall) -> PipelineCall:
 
 
 class _ObservedRun:
-    """A run with zeros as predictions, of so many steps, or, recorded, of all: how they call denoisers.
+    """A run with zeros as predictions: its steps, and how they call denoisers.
+
+    Args:
+        call: The pipeline's call.
+        num_steps: Steps after which the run ends; None runs and records all of the call.
 
     Attributes:
         request: The `Call` that the run has observed.
         record: Answers of the parts, if they are recorded.
+        timesteps: One for each step.
     """
 
     def __init__(self, call: PipelineCall, num_steps: int | None) -> None:
@@ -192,28 +197,30 @@ def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:
     in what denoiser and scheduler are given.
     """
     is_mixed, num_left = False, num_steps
-    stepped = torch.empty(0)  # latents after the last step
+    latents_after = torch.empty(0)  # latents after the last step
 
     def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
         nonlocal is_mixed
         latents = arguments[latents_name(arguments)]
-        if what == "latents" and (latents.ndim == stepped.ndim or latents.ndim > stepped.ndim >= 4):
+        if what == "latents" and (
+            latents.ndim == latents_after.ndim or latents.ndim > latents_after.ndim >= 4
+        ):
             axis = 1 if latents.ndim == 3 else -2
-            size = stepped.shape[axis] // 2
+            size = latents_after.shape[axis] // 2
             is_mixed |= bool(latents.narrow(axis, size, latents.shape[axis] - size).isnan().any())
         zeros = predicted_zeros(call.parts[name], arguments)
         noise = [_random(x, len(x)) for x in zeros]
         return Prediction(map(_half_marked, noise) if what == "predictions" else noise)
 
     def on_step(step: Step) -> Any:
-        nonlocal is_mixed, num_left, stepped
+        nonlocal is_mixed, num_left, latents_after
         marked = _half_marked(torch.zeros_like(step.prediction)).isnan()
         is_mixed |= bool((step.prediction.isnan() & ~marked).any())
         num_left -= 1
         if is_mixed or not num_left:
             raise LoopEnds
-        stepped = step.sample.nan_to_num()
-        return step.answer(_half_marked(stepped) if what == "latents" else stepped)
+        latents_after = step.sample.nan_to_num()
+        return step.answer(_half_marked(latents_after) if what == "latents" else latents_after)
 
     _run(call, on_denoise, on_step)
     return is_mixed
@@ -336,9 +343,12 @@ def _orders(call: Call, num: int) -> tuple[int, int]:
 
 
 class _MarkedSampleRun:
-    """A run in which the last of `num` samples is NaN after each step, and must reach nothing but its own rows.
+    """A run in which the last sample is NaN after each step, and must reach nothing but its own rows.
 
-    These are tried with an order of the rows of the latents, `inner`.
+    Args:
+        call: The request.
+        num: Its samples.
+        inner: Order of the rows of the latents that is tried.
 
     Attributes:
         inputs: Order of the rows of the denoiser's input.

@@ -3,7 +3,7 @@
     pipeline(prompt, ...)     its own code: checks, prompts to embeddings, start noise, timesteps
       loop, each step:
         denoiser(...)         pauses; a sampler computes the answer, alone or with other ranks
-        scheduler.step(...)   pauses; a sampler steps, or gives the latents that another rank has stepped
+        scheduler.step(...)   pauses; a sampler steps, or gives the latents of the step of another rank
       its own code            unpacks and decodes the final latents, on rank 0
 
 So nothing of any pipeline is copied, and nothing about it is declared: guidance of any kind, callbacks and images
@@ -382,7 +382,7 @@ def same(one: Any, other: Any) -> bool:
     return not isinstance(one, float | int | str) or one == other
 
 
-class Stepped(NamedTuple):
+class StepOutput(NamedTuple):
     """The result of a scheduler's step: a tuple, or an object with these names."""
 
     prev_sample: Tensor
@@ -447,7 +447,17 @@ class _Denoise:
 
 
 class Step:
-    """The loop is paused in a step of its scheduler: its own `step`, and its arguments, the scheduler first."""
+    """The loop is paused in a step of its scheduler.
+
+    Args:
+        plain: The scheduler's own `step`.
+        arguments: Arguments of that call by name, the scheduler first.
+
+    Attributes:
+        prediction: Prediction of the denoiser, after guidance.
+        timestep: Timestep of this step.
+        sample: The latents before it.
+    """
 
     def __init__(self, plain: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         self._plain, self._arguments = plain, dict(arguments)
@@ -479,7 +489,7 @@ class Step:
 
     def answer(self, latents: Tensor) -> Any:
         """Returns the output of a scheduler whose step was taken elsewhere."""
-        return Stepped(latents, latents)
+        return StepOutput(latents, latents)
 
     def count(self) -> None:
         """Takes this step on zeros with the scheduler: some scale model inputs by the steps they have taken."""
@@ -581,7 +591,7 @@ class PipelineLoop(Loop):
         self._run_to_step()
         self.call, self.compute = call, compute
         self._fixed.clear()
-        if self._step_output is None:  # others have stepped
+        if self._step_output is None:  # the step was another rank's
             event = self._at_step()
             self._count(event)
             self._step_output = event.answer(self._embedded(call.latents))
@@ -729,7 +739,7 @@ class PipelineLoop(Loop):
         """See `Loop`."""
         self._run_to_step()
         self._asked = []
-        if self._event is None:  # not begun
+        if self._event is None:  # not started
             with self.head:
                 self._go_on(None)
         elif latents is None:

@@ -76,7 +76,12 @@ def measured(sampler: Any, request: Any, *links: Links) -> Iterator[Stopwatch]:
 
 
 class Stopwatch:
-    """Times the steps of one request on one rank, on the device, as a host queues its work long before it runs."""
+    """Times the steps of one request on one rank.
+
+    Args:
+        statistics: Receives the counts and times.
+        device: Device of the model, on which steps are timed, as a host queues work of a GPU long before it runs.
+    """
 
     def __init__(self, statistics: SamplingStatistics, device: torch.device) -> None:
         self._statistics = statistics

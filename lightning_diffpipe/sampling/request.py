@@ -143,7 +143,7 @@ class Loop:
         """Goes on to the next step of the scheduler.
 
         Args:
-            latents: After the step before, where another has stepped; None where `step` has, and at the start.
+            latents: Latents after the step before, if another made it; None if `step` did, and at the start.
             again: Compute the predictions of this step again, those before being incomplete.
             complete: `(number, prediction)` of each call of the denoiser in this step -> with rows of other ranks
                 and patches, as far as the loop has to see them.
@@ -194,8 +194,8 @@ class Loop:
 class InputScaler:
     """`scale_model_input` on ranks that never step the scheduler.
 
-    Some schedulers scale by what they have stepped, and not by the timestep alone: KDPM2 takes every second
-    model input between two noise levels. So a copy is stepped through all timesteps, on zeros, and each step is
+    Some schedulers scale by the steps they have taken, and not by the timestep alone: KDPM2 takes every second
+    model input between two noise levels. So a copy takes all steps, on zeros, and each step is
     scaled by what the copy was before it.
     """
 

@@ -1,7 +1,7 @@
 """Schedulers in patches: one copy for each patch, each seeing its own rows only.
 
-A scheduler's step is elementwise in the latents for nearly all samplers, so rows can be stepped separately, by
-copies with a history of their own. Whether that holds is not looked up in a list but tried: two halves are stepped
+A scheduler's step is elementwise in the latents for nearly all samplers, so rows can take steps separately, by
+copies with a history of their own. Whether that holds is not looked up in a list but tried: two halves take steps
 by two copies through all timesteps and compared with the whole. Thresholding by quantiles, Brownian trees and
 whatever else reads all rows fails the test and is refused by name.
 
@@ -110,8 +110,8 @@ def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> b
     """
     if takes_more(scheduler):
         raise ConfigurationError(
-            f"{type(scheduler).__name__} is stepped with more than prediction, timestep and sample, and rows are "
-            "stepped separately by these alone; sample with method=single, sequence or distrifusion"
+            f"{type(scheduler).__name__} takes more in a step than prediction, timestep and sample, and rows are "
+            "divided for steps of these alone; sample with method=single, sequence or distrifusion"
         )
     scheduler, timesteps = on_host(scheduler), timesteps.cpu()
     shape = [1, 2, *[4] * (ndim - 2)]
@@ -123,8 +123,8 @@ def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> b
     )
     takes_one = takes_generator(scheduler)
 
-    def stepped(slices: Sequence[tuple[int, int]]) -> Tensor:
-        """Returns the latents after all timesteps, each of the slices stepped by a copy of its own."""
+    def latents_after(slices: Sequence[tuple[int, int]]) -> Tensor:
+        """Returns the latents after all timesteps, each of the slices by a copy of its own."""
         x = start.clone()
         seeded = {"generator": torch.Generator().manual_seed(1)} if takes_one else {}
         schedulers = PatchSchedulers(scheduler, seeded, slices, axis)
@@ -136,7 +136,7 @@ def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> b
         return x
 
     try:
-        whole, halves = stepped([(0, 4)]), stepped([(0, 2), (2, 2)])
+        whole, halves = latents_after([(0, 4)]), latents_after([(0, 2), (2, 2)])
     except Exception as error:
         raise ConfigurationError(
             f"{type(scheduler).__name__} fails when it steps a prediction of the latents' shape, in parts or at "

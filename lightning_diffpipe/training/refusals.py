@@ -251,34 +251,32 @@ def refuse_optimizers_without_flush(optimizers: Iterable[Optimizer], schedule: s
 
 def refuse_undivided(optimizers: Iterable[Optimizer], mesh: Mesh) -> None:
     """Refuses optimizers whose states the plan divides over ranks, and that need all of them; collective."""
-    _refuse_where(
-        may_be_divided, optimizers, mesh,
-        "the ranks that hold a stage cannot share its states (shard_optimizer=true, or a plan that says so). Take "
-        "shard_optimizer=false",
-    )  # fmt: skip
+    if name := _one_that_fails(may_be_divided, optimizers, mesh):
+        raise ConfigurationError(
+            f"{name} computes steps from the gradients of several parameters, changes weights between steps, "
+            "or cannot be tried on small copies, so the ranks that hold a stage cannot share its states "
+            "(shard_optimizer=true, or a plan that says so). Take shard_optimizer=false, or an optimizer that "
+            "treats every parameter by itself, such as AdamW, Adafactor or Lion"
+        )
 
 
 def refuse_kept_on_device(optimizers: Iterable[Optimizer], mesh: Mesh) -> None:
     """Refuses optimizers that would step otherwise with their states in host memory; collective."""
-    _refuse_where(
-        may_be_offloaded, optimizers, mesh,
-        "its states cannot lie in host memory (optimizer_offload=all, or a plan that says so), where parameters "
-        "are updated bucket by bucket. Take optimizer_offload=none",
-    )  # fmt: skip
-
-
-def _refuse_where(
-    test: Callable[[Optimizer], bool], optimizers: Iterable[Optimizer], mesh: Mesh, what: str
-) -> None:
-    """Refuses an optimizer of any rank that fails a test, the same on all ranks; says `what` cannot be."""
-    failed = [type(each).__name__ for each in optimizers if not test(each)]
-    names = sorted(itertools.chain.from_iterable(gathered_objects(failed, mesh.world)))
-    if names:
+    if name := _one_that_fails(may_be_offloaded, optimizers, mesh):
         raise ConfigurationError(
-            f"{names[0]} computes steps from the gradients of several parameters, counts its steps, changes "
-            f"weights between steps, or cannot be tried on small copies, so {what}, or an optimizer that treats "
-            "every parameter by itself, such as AdamW, Adafactor or Lion"
+            f"{name} computes steps from the gradients of several parameters, counts its steps, changes weights "
+            "between steps, or cannot be tried on small copies, so its states cannot lie in host memory "
+            "(optimizer_offload=all, or a plan that says so), where parameters are updated bucket by bucket. Take "
+            "optimizer_offload=none, or an optimizer such as AdamW, Adafactor or Lion"
         )
+
+
+def _one_that_fails(
+    test: Callable[[Optimizer], bool], optimizers: Iterable[Optimizer], mesh: Mesh
+) -> str | None:
+    """Returns the class of an optimizer of some rank that fails a test, the same on all ranks; collective."""
+    failed = [type(each).__name__ for each in optimizers if not test(each)]
+    return min((n for each in gathered_objects(failed, mesh.world) for n in each), default=None)
 
 
 @contextlib.contextmanager
@@ -454,18 +452,20 @@ def refuse_backward_hooks(module: nn.Module, graph: LayerGraph, plan: PipelinePl
         ConfigurationError: A layer, or a module around layers, has one, or all modules have, and there are several
             stages.
     """
-    if len(plan.stages) == 1:
-        return
-    hooked = ["all modules have"] if has_global_backward_hooks() else []
-    for name, part in module.named_modules():
-        around = any(f"{layer}.".startswith(f"{name}.") for layer in graph.path_names)
-        hooked += [f"{name} has"] if name and around and has_backward_hooks(part) else []
-    if hooked:
+    if len(plan.stages) > 1 and has_global_backward_hooks():
         raise ConfigurationError(
-            f"{hooked[0]} a backward hook (register_full_backward_hook), but gradients of what a module takes and "
-            "gives may come from other stages, where it would not be called, or be given None. Remove it before "
-            "training, put a hook on a tensor in forward instead (h.register_hook), or train with num_stages=1"
+            "all modules have a backward hook (register_module_full_backward_hook), but gradients of what layers "
+            "take and give may come from other stages, where it would not be called, or be given None. Remove it "
+            "before training, put hooks on tensors in forward (h.register_hook), or train with num_stages=1"
         )
+    for name, part in module.named_modules() if len(plan.stages) > 1 else ():
+        around = any(f"{layer}.".startswith(f"{name}.") for layer in graph.path_names)
+        if name and around and has_backward_hooks(part):
+            raise ConfigurationError(
+                f"{name} has a backward hook (register_full_backward_hook), but gradients of what it takes and "
+                "gives may come from other stages, where it would not be called, or be given None. Put a hook on a "
+                "tensor in its forward instead (h.register_hook), or train with num_stages=1"
+            )
 
 
 def refuse_written_weights(graph: LayerGraph, plan: PipelinePlan) -> None:

@@ -104,6 +104,8 @@ def test_shards_have_repeats_weights_and_captions_in_json(tmp_path):
         next(iter(module_of(shards, 10, **other).train_dataloader()))
     with pytest.raises(ConfigurationError, match="may have shards, repeats, weight; leave others"):
         module_of([{"folder": "x"}], 10)
+    with pytest.raises(ConfigurationError, match=r"0.tar has the weights 1.0 and 0.5"):
+        module_of([*shards, {**shards[0], "weight": 0.5}], 10, **options).train_dataloader()
 
 
 def test_videos_of_shards_are_those_of_folders(tmp_path):

@@ -1,5 +1,6 @@
 """Which weights are quantized, and when; how training goes on with them is in tests/distributed."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from lightning_diffpipe import quantization
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import (
     held_bytes,
@@ -57,6 +59,14 @@ def test_only_weights_of_linear_layers_are_quantized():
     part = Part()
     quantize_components({"a": ROUNDED}, {"a": part, "tokenizer": object()})
     assert waiting(part) == {"linear.weight"}
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8", "float8"])
+def test_modules_whose_weights_wait_can_be_pickled(name):
+    """As launchers do that start processes anew; the package of the quantization is not needed for it."""
+    part = Part()
+    quantize_components({"a": quantization._NAMED[name][1]()}, {"a": part})
+    assert waiting(pickle.loads(pickle.dumps(part))) == {"linear.weight"}
 
 
 def test_a_rank_quantizes_what_it_holds_and_gives_it_back_plain():

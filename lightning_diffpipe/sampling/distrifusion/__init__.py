@@ -3,10 +3,8 @@
 Reading order: `sampler.py` (the loop, and calls of the model from step to step), `band_call.py` (one call on a
 band, and what operators do there), `bands.py` (rows), `exchange.py` (what is remembered from step to step),
 `moments.py` (group norm), `analysis.py` (what is found out about a model).
-`emulator.py` has the bands as threads of one process.
 """
 
-from lightning_diffpipe.sampling.distrifusion.emulator import emulate
-from lightning_diffpipe.sampling.distrifusion.sampler import DistriFusion
+from lightning_diffpipe.sampling.distrifusion.sampler import DistriFusion, emulate
 
 __all__ = ["DistriFusion", "emulate"]

@@ -12,7 +12,7 @@ behind a whole step of computation. Predictions are put together at the end of e
 scheduler on the whole latents.
 
 Modes: "displaced"; "synchronous" waits for fresh activations always, and is exact; "naive" never asks for them.
-Without a synchronous step at the start, the first step sees no other band at all.
+`warmup_steps` counts synchronous steps at the start. With none, the first step sees no other band at all.
 
 Each kind of call of the model is analysed on rank 0, which broadcasts what it found. `analysis.py` sees values
 that cross rows, but not numbers that come from shapes alone, such as coordinates made of `x.shape[-2]`. So the
@@ -26,7 +26,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -35,18 +35,22 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Links
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import (
+    ConfigurationError,
     GraphError,
     require_choice,
     require_number,
 )
 from lightning_diffpipe.graph.interception import Interception, Run
 from lightning_diffpipe.graph.versions import settings_digest
+from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.sampling.distrifusion.analysis import CallAnalysis, ModelCall, analyse
 from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, StepKind
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
+from lightning_diffpipe.sampling.loop import with_own_generators
 from lightning_diffpipe.sampling.rehearsal import (
     error_against,
     failing,
@@ -57,6 +61,7 @@ from lightning_diffpipe.sampling.rehearsal import (
 )
 from lightning_diffpipe.sampling.report import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.request import Request, require_warmup
+from lightning_diffpipe.sampling.schedulers import takes_generator
 from lightning_diffpipe.sampling.step_caches import StepCache
 from lightning_diffpipe.sampling.tracing.attention import KernelsAnswered
 
@@ -76,7 +81,7 @@ class DistriFusion:
     Args:
         model: The U-Net or transformer, with all weights on every rank.
         links: To the other ranks.
-        mode: See above.
+        mode: "displaced", "synchronous" or "naive".
         warmup_steps: Synchronous steps at the start, or "auto": until what the model is given in a step differs by
             less than `warmup_threshold` from the step before.
         group_norm: Rule by which displaced steps use other bands' statistics; see `moments.py`.
@@ -311,3 +316,59 @@ def intercepted(model: nn.Module) -> Iterator[Interception]:
 def _change(before: Tensor, now: Tensor) -> float:
     """Returns how much a model's input has changed, relatively; one that is not finite never settles."""
     return relative_error(before, now) if now.isfinite().all() else math.inf
+
+
+def emulate(
+    request: Request,
+    num_bands: int,
+    link: Link | None = None,
+    on_step: Callable[[int], None] | None = None,
+    timeout_s: float = 300.0,
+    **options: Any,
+) -> tuple[Tensor, list[DistriFusion]]:
+    """Samples with as many bands, each in a thread.
+
+    Args:
+        request: The request.
+        num_bands: Ranks to emulate.
+        link: Latency and bandwidth of messages; None for no delay.
+        on_step: Called by band 0.
+        timeout_s: Longest wait, in seconds.
+        options: Options of `DistriFusion`.
+
+    Returns:
+        The final latents, and the samplers of all bands with their statistics.
+
+    Raises:
+        ConfigurationError: Bands have other noise.
+    """
+    device, default = request.latents.device, None
+    if request.step_kwargs.get("generator") is None and takes_generator(request.scheduler):
+        default = torch.default_generator
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            default = torch.cuda.default_generators[index]
+    network = LoopbackNetwork(num_bands, device, link, timeout_s)
+    kwargs = dict(request.step_kwargs) | ({} if default is None else {"generator": default})
+
+    # A thread samples as if it were a process.
+    own = [with_own_generators(kwargs) for _ in range(num_bands)]
+    requests = [replace(request, step_kwargs=each) for each in own]
+
+    def band(links: Links) -> tuple[Tensor, DistriFusion]:
+        sampler = DistriFusion(request.model, links, **options)
+        return sampler.sample(requests[links.rank], on_step if links.rank == 0 else None), sampler
+
+    results = network.run(band)
+    if default is not None:  # goes on where the copy of band 0 is, as in one process
+        default.set_state(requests[0].step_kwargs["generator"].get_state())
+    latents = results[0][0]
+    for rank, (of_band, _) in enumerate(results):
+        if not torch.allclose(of_band, latents, rtol=0.0, atol=0.0, equal_nan=True):
+            name = type(request.scheduler).__name__
+            raise ConfigurationError(
+                f"bands 0 and {rank} of {num_bands} stepped to other latents: {name} or the request's closure "
+                "uses torch's default generator, which these bands share as threads of one process; give "
+                "it a generator or a seed of its own, or sample with processes"
+            )
+    return latents, [sampler for _, sampler in results]

@@ -158,7 +158,7 @@ class PipeFusionRun:
                 yield _Announced(turn.index, [rows, *stored])
 
     def _run_turns(self, on_step: Callable[[int], None] | None) -> Tensor:
-        """Runs all turns; returns the latents, of which this rank knows the rows that it has stepped."""
+        """Runs all turns; returns the latents, of which this rank knows the rows of its own steps."""
         request = self._request
         latents = request.latents.clone()
         microbatches: list[PartRun] = []  # of a synchronous step, but for the last one
@@ -335,7 +335,7 @@ class PipeFusionRun:
     # --- latents, from the last rank back to the first --------------------------------------------------
 
     def _receive_latents(self, turn: Turn, latents: Tensor) -> None:
-        """Waits, on the first rank, for the rows that a turn starts from, which the last rank has stepped."""
+        """Waits, on the first rank, for the rows that a turn starts from, from the step of the last rank."""
         if not self._is_first or self._is_last:
             return
         if self._links.occupies_device:

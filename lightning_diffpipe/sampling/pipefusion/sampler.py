@@ -243,7 +243,7 @@ class PipeFusion:
         self._rehearsed.add(number)
 
     def _refuse(self, layout: Layout, request: Request) -> None:
-        """Raises ConfigurationError unless rows can be shared, and stepped separately."""
+        """Raises ConfigurationError unless rows can be shared, and can take steps separately."""
         num_sharing = self.sequence_links.num_ranks
         for units in layout.split_units(self.num_patches):
             layout.split_range(units, num_sharing)
@@ -252,7 +252,7 @@ class PipeFusion:
             if not is_elementwise(scheduler, request.timesteps, ndim, layout.axis):
                 raise ConfigurationError(
                     f"{type(scheduler).__name__} reads all rows of the latents in one step "
-                    "(thresholding, or noise that is not sampled by torch.randn), so patches cannot be stepped "
+                    "(thresholding, or noise that is not sampled by torch.randn), so patches cannot take steps "
                     "separately; switch that off, or use another scheduler such as DDIMScheduler, "
                     "FlowMatchEulerDiscreteScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler or "
                     "UniPCMultistepScheduler"

@@ -129,7 +129,9 @@ class _OverRanks:
     def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
         """Answers a call without dummy text, whose part is that of all ranks together.
 
-        Its query, key and value are those of this rank's tokens; `owned` are the places of tokens, by rank.
+        Args:
+            call: Its query, key and value are those of this rank's tokens.
+            owned: Positions of the tokens of each rank among those of all ranks.
         """
         raise NotImplementedError
 

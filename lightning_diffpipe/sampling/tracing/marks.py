@@ -234,9 +234,12 @@ def has_nan(x: Any) -> bool:
 
 
 def token_local(log: list[tuple[Tensor, Tensor | None]], strict: bool = False) -> AttentionHandler:
-    """Stand-in for attention: returns the query, so that a token reaches only itself; logs key and mask of calls.
+    """Stand-in for attention: returns the query, so that a token reaches only itself.
 
-    If `strict`, NaN in a key or value reaches the output of its position, so that tokens mixed on the way are seen.
+    Args:
+        log: Gets key and mask of every call.
+        strict: NaN in a key or value also reaches the output of its position, so that tokens
+            mixed on the way there are seen.
     """
 
     def handler(
@@ -378,7 +381,9 @@ def _of_tensor(x: Tensor) -> Hashable:
 class RepeatedCalls:
     """Answers repeated calls of the blocks in one run.
 
-    With `by_value` numbers matter, too: what is no result of a block must be the same tensor.
+    Args:
+        kinds: Kinds of blocks of the model.
+        by_value: Numbers matter, too: what is no result of a block must be the same tensor.
     """
 
     def __init__(self, kinds: BlockKinds, by_value: bool = False) -> None:
