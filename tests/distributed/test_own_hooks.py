@@ -89,7 +89,7 @@ class WritesToForeign(TinyDiffusion):
     ("module_class", "message"),
     [
         # History: the hook of a block was not called for gradients of another stage, or got None for one.
-        (HookOnBlocks, r"blocks.0 has a backward hook .* put a hook on a tensor in"),
+        (HookOnBlocks, r"blocks.0 has a backward hook .* Put a hook on a tensor in"),
         (HookOnAll, r"all modules have a backward hook .* Remove it before"),
         # History: it was put on a copy that is looked at before training, and lost.
         (HookInHook, r"the step puts a hook on blocks.1, and leaves it"),
