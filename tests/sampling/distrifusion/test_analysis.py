@@ -125,7 +125,8 @@ class Plainly(nn.Module):
 REFUSALS = {
     "squeeze and excite": (SqueezeExcite, r"mean\(\) mixes rows"),
     "coordinates": (Coordinates, "something else than on the whole: relative error"),
-    "attention by hand": (Plainly, r"softmax\(\) mixes rows"),
+    # diffusers gives baddbmm memory that it does not read, which may hold NaN: then softmax is named.
+    "attention by hand": (Plainly, r"(baddbmm|softmax)\(\) mixes rows"),
     "bilinear": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), "mixes rows"),
     "transposed": (lambda: nn.ConvTranspose2d(3, 3, 4, 2, 1), "conv_transpose2d mixes rows"),
     "volume": (lambda: _Volume(), "conv3d mixes rows"),
