@@ -235,8 +235,8 @@ class BaseModel:
         if not self.fits(name, rest):
             raise CheckpointError(
                 f"the checkpoint has adapters only, of the model that was at {self.path} when they were trained, "
-                f"and the {name} here has other weights than that; open that model: from_pretrained(FOLDER), or "
-                "base=FOLDER for from_checkpoint, the Predictor and diffpipe sample"
+                f"and the {name} here has other weights than that; open that model: by model.path=FOLDER, "
+                "from_pretrained(FOLDER), or base=FOLDER for from_checkpoint, the Predictor and diffpipe sample"
             )
         return {**rest, **stored}
 
