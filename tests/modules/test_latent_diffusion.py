@@ -314,8 +314,8 @@ def test_what_is_trained_has_fp32_and_the_rest_the_type_it_is_stored_in(make_mod
     assert {p.dtype for p in again.vae.parameters()} == {torch.float32}, "it asks for that"
     again = LatentDiffusion.from_pretrained(tmp_path, frozen_dtype="bfloat16")
     assert {p.dtype for p in again.vae.parameters()} == {torch.bfloat16}
-    with pytest.raises(ConfigurationError, match="names the component 'unet'; this model has"):
-        LatentDiffusion.from_pretrained(tmp_path, frozen_dtype={"unet": "bfloat16"})
+    with pytest.raises(ConfigurationError, match="names the component 'decoder'; this model has"):
+        LatentDiffusion.from_pretrained(tmp_path, frozen_dtype={"decoder": "bfloat16"})
     with pytest.raises(ConfigurationError, match="frozen_dtype='int4'; choose bfloat16, float16"):
         LatentDiffusion.from_pretrained(tmp_path, frozen_dtype="int4")
 
