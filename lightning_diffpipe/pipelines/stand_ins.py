@@ -287,10 +287,11 @@ class PaddingProcessor(StandIn):
 
 
 def in_own_precision(vae: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context without autocast for an autoencoder that asks for it (`force_upcast` in its config)."""
+    """Returns a context without autocast for an autoencoder that asks for it: by its config, or when it is read."""
     is_available = torch.amp.is_autocast_available(device.type)  # not so for models on paper
     is_enabled = is_available and torch.is_autocast_enabled(device.type)
-    if is_enabled and getattr(vae.config, "force_upcast", False):
+    asks = getattr(vae, "computes_in_own_type", False) or getattr(vae.config, "force_upcast", False)
+    if is_enabled and asks:
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
