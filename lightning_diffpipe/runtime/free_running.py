@@ -201,9 +201,8 @@ class FreeRunningEngine(Engine):
         self._run(self.begin_drain(), None, flushes=True)
         gradients_returned = [batch.returned for batch in self._under_way]
         results = self._finished(0)
-        for (
-            of_batch
-        ) in gradients_returned:  # no later batch is started, with which ranks compare them
+        # No later batch is started, with which ranks compare them.
+        for of_batch in gradients_returned:
             self._results.require_returned(of_batch, self._transport.awaited)
         return results
 
