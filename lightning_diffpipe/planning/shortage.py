@@ -210,7 +210,10 @@ def _other_models(
     )
     kinds, until_s = _changes(profile, options), time.perf_counter() + REMEDIES_S
 
-    def step_s(changes: Sequence[_Change], num_ranks: int) -> float | None:
+    def ranks_of(changes: Sequence[_Change]) -> int:
+        return max(cluster.num_ranks, *(change.num_ranks for change in changes))
+
+    def step_s(changes: Sequence[_Change]) -> float | None:
         changed, batches = profile, max(1, *(change.num_batches for change in changes))
         for change in changes:
             changed = change.of_profile(changed) if change.of_profile else changed
@@ -219,21 +222,24 @@ def _other_models(
             global_batch_size=free.global_batch_size // batches,
             encode_first=free.encode_first or any(change.encodes_first for change in changes),
         )
-        wider = replace(cluster, num_ranks=num_ranks)
+        wider = replace(cluster, num_ranks=ranks_of(changes))
         plan = _planned(changed, wider, narrowed, plans, until_s)
         return batches * plan.planned.iteration_s if plan else None
 
     def fewest(always: Sequence[Sequence[_Change]], most: int) -> list[_Remedy]:
         """Returns what would fit of one change of each kind of as few kinds as possible."""
+        every = [kind[-1] for kind in (*kinds, *always)]
+        on_whole_batches = [change for change in every if not change.num_batches]
+        if not any(step_s(some) for some in (on_whole_batches, every) if some):
+            return []
         for count in range(max(len(always), 1), most + 1):
             found = list[_Remedy]()
             for chosen in itertools.combinations(kinds, count - len(always)):
                 for changes in itertools.product(*chosen, *always):
-                    num_ranks = max(cluster.num_ranks, *(change.num_ranks for change in changes))
-                    if seconds := step_s(changes, num_ranks):
+                    if seconds := step_s(changes):
                         words = " and ".join(change.words for change in changes)
                         words = f"{words} ({seconds:.3g} s a step)"
-                        found.append(_Remedy(count, num_ranks, seconds, words))
+                        found.append(_Remedy(count, ranks_of(changes), seconds, words))
                         break
             if found:
                 return sorted(found)
@@ -241,8 +247,8 @@ def _other_models(
 
     remedies = fewest((), len(kinds))[:MOST_NAMED]
     count, most = cluster.num_ranks, remedies[0].num_changes if remedies else len(kinds) + 1
-    if not (cluster.rank_memory_bytes or cluster.rank_speeds):
-        more = [n for n in (count + 1, 2 * count, 4 * count, 8 * count) if n < 65]
+    more = [n for n in (count + 1, 2 * count, 4 * count, 8 * count) if n < 65]
+    if more and not (cluster.rank_memory_bytes or cluster.rank_speeds):
         remedies += fewest([[_Change(f"{n} ranks", num_ranks=n) for n in more]], most)[:1]
     remedies.sort(key=lambda remedy: remedy.num_changes)
     return " or ".join(remedy.words for remedy in remedies) + " would fit" if remedies else ""
@@ -259,7 +265,7 @@ def _changes(profile: ModelProfile, options: PlanOptions) -> list[list[_Change]]
         kinds.append([_Change("encode_first=true", encoded_first, encodes_first=True)])
     size, schedule = options.global_batch_size, SCHEDULES.get(options.schedule)
     counts = [n for n in dict.fromkeys((2, size)) if size % n == 0 and size > 1]
-    if schedule is None or schedule.flushes:  # else gradients are not accumulated
+    if counts and (schedule is None or schedule.flushes):  # else gradients are not accumulated
         kinds.append([
             _Change(f"trainer.accumulate_grad_batches={n} with batches of {size // n}", num_batches=n)
             for n in counts
