@@ -61,10 +61,11 @@ from lightning_diffpipe.sampling.methods import (
     Worker,
     fitted,
     free_memory,
+    merge,
     prepare_denoiser,
 )
 from lightning_diffpipe.sampling.rehearsal import forget_variables, release_memory
-from lightning_diffpipe.sampling.report import SamplingReport, merge
+from lightning_diffpipe.sampling.report import SamplingReport
 from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import Settings, Source
 from lightning_diffpipe.sampling.world import World, join_world

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import json
 import re
 import subprocess
@@ -101,6 +102,17 @@ def test_imports_stay_in_their_room(path):
             assert parts[0] in THIRD_PARTY[room], (
                 f"{path.relative_to(ROOT)} imports {name}. {REASONS.get(room, '')}"
             )
+
+
+def test_no_files_import_each_other():
+    """Also not for types alone, nor by way of others; a package hands on names of its files."""
+    module_of = {
+        path: ".".join((PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)) for path in FILES
+    }
+    graph = {
+        module: imports_of(path) & set(module_of.values()) for path, module in module_of.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names them
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -20,7 +20,6 @@ import contextlib
 import inspect
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -31,7 +30,6 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-import lightning_diffpipe
 from lightning_diffpipe.checkpoint_files import mapped
 from lightning_diffpipe.checkpoint_shards import consolidated, is_optimizer_state
 from lightning_diffpipe.comm.mesh import is_first_process
@@ -720,6 +718,6 @@ def built_in(name: str) -> Path:
     """
     if name not in BUILT_IN:
         raise ConfigurationError(f"no built-in weights {name!r}; there are: {', '.join(BUILT_IN)}")
-    packaged = Path(str(files(lightning_diffpipe))) / "weights" / name
-    checkout = Path(lightning_diffpipe.__file__).parent.parent / "examples" / name
+    packaged = Path(__file__).parents[1] / "weights" / name
+    checkout = Path(__file__).parents[2] / "examples" / name
     return packaged if packaged.is_dir() else checkout

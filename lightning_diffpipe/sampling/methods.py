@@ -4,8 +4,9 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any, Literal, get_args
 
 import torch
@@ -37,7 +38,7 @@ from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     refuse_without_normaliser,
 )
 from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
-from lightning_diffpipe.sampling.report import SamplingStatistics
+from lightning_diffpipe.sampling.report import SamplingReport, SamplingStatistics
 from lightning_diffpipe.sampling.request import OneProcess, Request, Sampler, require_warmup
 from lightning_diffpipe.sampling.skeleton import load_weights
 from lightning_diffpipe.sampling.source import Source
@@ -539,3 +540,30 @@ class Worker:
     def _sent_outside(self) -> Traffic:
         """Returns the bytes sent so far outside the sampler."""
         return self.mesh_links.branches.traffic.plus(self.world.links.traffic)
+
+
+def merge(
+    options: MethodOptions, num_steps: int, whole_bytes: int, ranks: Sequence[SamplingStatistics]
+) -> SamplingReport:
+    """Joins the statistics of all ranks, in their order; the denoiser has `whole_bytes`."""
+    traffic = functools.reduce(Traffic.plus, (rank.traffic for rank in ranks))
+    steps = [median(rank.step_s) for rank in ranks if rank.step_s]
+    approximate = options.method in ("pipefusion", "distrifusion", "naive")
+    warmup_steps = options.warmup_steps
+    if not isinstance(warmup_steps, int):
+        synchronous = (rank.num_synchronous for rank in ranks)
+        warmup_steps = next((steps for steps in synchronous if steps is not None), None)
+    return SamplingReport(
+        method=options.method,
+        mesh=str(options.mesh),
+        num_patches=options.patches,
+        warmup_steps=warmup_steps if approximate else None,
+        reason=options.reason,
+        num_steps=num_steps,
+        step_s=max(steps, default=0.0),
+        sampling_s=max(rank.total_s for rank in ranks),
+        bytes_sent=dict(traffic.bytes_sent),
+        messages_sent=dict(traffic.messages_sent),
+        resident_bytes=[rank.resident_bytes for rank in ranks],
+        whole_bytes=whole_bytes,
+    )

@@ -12,23 +12,18 @@ weights       rank 0: 8.1 MiB, rank 1: 7.9 MiB; the whole denoiser has 14.2 MiB
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.comm.links import Links, Traffic
-
-if TYPE_CHECKING:
-    from lightning_diffpipe.sampling.methods import MethodOptions
 
 
 @dataclass
@@ -169,33 +164,6 @@ class SamplingReport:
                 f"{'decoder calls':13} {calls}; each holds an autoencoder of {_size(self.decoder_bytes)}"
             )
         return "\n".join(lines)
-
-
-def merge(
-    options: MethodOptions, num_steps: int, whole_bytes: int, ranks: Sequence[SamplingStatistics]
-) -> SamplingReport:
-    """Joins the statistics of all ranks, in their order; the denoiser has `whole_bytes`."""
-    traffic = functools.reduce(Traffic.plus, (rank.traffic for rank in ranks))
-    steps = [median(rank.step_s) for rank in ranks if rank.step_s]
-    approximate = options.method in ("pipefusion", "distrifusion", "naive")
-    warmup_steps = options.warmup_steps
-    if not isinstance(warmup_steps, int):
-        synchronous = (rank.num_synchronous for rank in ranks)
-        warmup_steps = next((steps for steps in synchronous if steps is not None), None)
-    return SamplingReport(
-        method=options.method,
-        mesh=str(options.mesh),
-        num_patches=options.patches,
-        warmup_steps=warmup_steps if approximate else None,
-        reason=options.reason,
-        num_steps=num_steps,
-        step_s=max(steps, default=0.0),
-        sampling_s=max(rank.total_s for rank in ranks),
-        bytes_sent=dict(traffic.bytes_sent),
-        messages_sent=dict(traffic.messages_sent),
-        resident_bytes=[rank.resident_bytes for rank in ranks],
-        whole_bytes=whole_bytes,
-    )
 
 
 def _size(num_bytes: int) -> str:
