@@ -126,7 +126,15 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
          """of the shell: 'ckpt_path="runs/epoch=0-step=10.ckpt"'"""),
         (["show", "plan (1).json"], "diffpipe show: cannot read plan (1).json: No such file or directory"),
         (["export", ".", "whole.ckpt"], "diffpipe export: checkpoint=. is no folder of a checkpoint in shards"),
+        (["export", "none", "whole.ckpt"], "=none is not there, but must be the folder of a checkpoint in"),
         (["show", "x", "as=trace"], "diffpipe show: as=trace is a file: add output=FILE"),
+        # History: argparse printed its usage.
+        (["train", "--trainer.max_steps=3"],
+         "train: unrecognized arguments: --trainer.max_steps=3; settings have no dashes: trainer.max_steps=9\n"),
+        # History: Hydra advised a + before it, with which it was refused as well.
+        (["bench", "data.folder=x"],
+         "bench: Could not override 'data.folder': it is a setting of data=image_folder, which is not chosen\n"),
+        (["train", "--config-name", "mine"], "config search path. --config-dir . searches this folder, too\n"),
         (["plan"], "diffpipe plan: Missing mandatory value: global_batch_size\n"),
         (["train", "+trainer.fast_dev_run=true", "save_to=x"],
          "from the final checkpoint, and trainer.fast_dev_run=True writes none; leave fast_dev_run out"),
@@ -239,7 +247,7 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("data.alphabets=digits", "unknown alphabet 'd'; known: digits"),
         ("callbacks.ema.decay=2", "callbacks.ema.decay must be in [0, 1), but is 2"),
         ("callbacks.samples.every_n_steps=often", "every_n_steps must be a whole number >= 1; got 'often'"),
-        ("trainer.accelerator=gpu", "trainer: MisconfigurationException: No supported gpu backend found!"),
+        ("trainer.accelerator=gpu", "trainer.accelerator=gpu: torch 2"),
         ("model.caption_dropout=lots", "model.caption_dropout must be a number >= 0 and <= 1; got 'lots'"),
         ("model.unet.block_out_channels=[47,96]", "model.unet: ValueError: num_channels (47) must be"),
         ("model.unet._target_=diffusers.UNet3000", "model.unet: ImportError: Error loading 'diffusers.UNet3000'"),
@@ -1065,3 +1073,17 @@ def test_a_run_that_sigterm_ends_says_so_and_exits_with_its_code(tmp_path):
     assert re.search(
         r"SIGTERM to rank 0 \(training.*training ended after step \d+; nothing was saved", printed
     )
+
+
+def test_what_cannot_be_written_after_training_is_in_a_checkpoint():
+    """History: a traceback, on a disk that had become full, of adapters that were in final.ckpt."""
+
+    class Full:
+        from_checkpoint = classmethod(lambda cls, path: cls())
+
+        def save_lora(self, folder, names):
+            raise OSError(28, "No space left on device", f"{folder}/x")
+
+    config = OmegaConf.create({"save_to": None, "save_lora": "trained", "save_lora_names": None})
+    with pytest.raises(CheckpointError, match=r"No space left .*: with ckpt_path=final.ckpt and"):
+        training._export(config, Full, Path("final.ckpt"))

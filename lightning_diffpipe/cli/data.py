@@ -1,14 +1,12 @@
-"""`diffpipe data`: what of a folder is trained on, found out by reading all of it once."""
+"""`diffpipe data`: what of folders or tar shards is trained on, found out by reading all of them."""
 
-import itertools
 import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_diffpipe.cli.launch import announce_loading
 from lightning_diffpipe.cli.values import file_errors, named, plain, require_writable, verb
@@ -26,40 +24,53 @@ _HEIGHT, _MARGIN = 128, 8
 )
 def data(config: DictConfig) -> None:
     """Prints buckets, captions and unreadable files of `data`, and writes images of some samples to `output`."""
+    if OmegaConf.is_missing(config.data, "samples_per_epoch"):
+        config.data.samples_per_epoch = 1  # which is found out here
     values = plain(config)
     if values["output"] is not None:
         require_writable(values["output"])
     announce_loading()
-    from lightning_diffpipe.data import ImageFolderDataModule
+    from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
+    from lightning_diffpipe.data.buckets import BucketBatches, described, grouped
 
     count = _counter(values["tokenizer"])
     module = hydra.utils.instantiate(config.data)
-    if not isinstance(module, ImageFolderDataModule):
-        raise ConfigurationError(f"{type(module).__name__} lists no files; take data=image_folder")
+    if not isinstance(module, ImageFolderDataModule | WebDatasetDataModule):
+        raise ConfigurationError(
+            f"{type(module).__name__} lists no files; take data=image_folder or data=webdataset"
+        )
+    is_stream = isinstance(module, WebDatasetDataModule)
     with named({"folder": "data.folder"}):
         module.read_files()
-    module.on_error = "raise"  # so that each file is looked at
-    module.setup("validate")
-    sets = module.train_set, module.validation_set
     captions, broken, shown = dict[str, str](), list[DataError](), dict[Any, list[Any]]()
-    for shape, entry, sample in itertools.chain.from_iterable(map(_read, sets)):
+    shapes, counts = list[Any](), [0, 0]
+    for entry, shape, repeats, sample in module.looked_at():
+        counts[not repeats] += 1
         if isinstance(sample, DataError):
             broken.append(sample)
-            continue
-        captions[str(entry.path)] = sample["caption"]
-        if len(shown.setdefault(shape, [])) < values["samples"]:
-            shown[shape].append(sample)
-    entries = [len({entry.path for entry in each.entries}) for each in sets]
-    print(f"{entries[0]} files to train on, {entries[1]} held back\n")
+            if is_stream:
+                continue  # no other sample takes its place
+        else:
+            captions[entry.called()] = sample["caption"]
+            if len(shown.setdefault(shape, [])) < values["samples"]:
+                shown[shape].append(sample)
+        shapes += [shape] * repeats
+    print(f"{counts[0]} files to train on, {counts[1]} held back\n")
     print(f"{'size':>22} {'samples':>8} {'batches':>8}   of an epoch")
-    batches = module.batches(shuffle=True)
-    for shape, members in module.train_buckets.items():
+    buckets = grouped(shapes)
+    batches = BucketBatches([], module.batch_size, module.last_batch or "dropped", shuffle=False)
+    for shape, members in buckets.items():
         print(f"{shape!s:>22} {len(members):8d} {batches.num_batches(len(members)):8d}")
-    print(f"\n{module.described()}")
-    longest = sorted(captions, key=lambda path: -count(captions[path])[0])[:_MOST]
+    print(f"\n{described(buckets, module.batch_size, module.last_batch)}")
+    if is_stream:
+        print(
+            f"by one worker of one pipeline, each of which has buckets of its own, in an epoch of "
+            f"data.samples_per_epoch={len(shapes)}"
+        )
+    longest = sorted(captions, key=lambda called: -count(captions[called])[0])[:_MOST]
     print("\nlongest captions:")
-    for path in longest:
-        print(f"  {count(captions[path])[1]}  {path}: {captions[path][:70]!r}")
+    for called in longest:
+        print(f"  {count(captions[called])[1]}  {called}: {captions[called][:70]!r}")
     for what, errors in (("left out", module.left_out), ("cannot be read", broken)):
         if errors:
             more = f"\n  and {len(errors) - _MOST} more" if len(errors) > _MOST else ""
@@ -68,24 +79,6 @@ def data(config: DictConfig) -> None:
         with file_errors("write", values["output"]):
             _sheet(shown).save(values["output"], "PNG")
         print(f"\nwrote {values['output']}")
-
-
-def _read(samples: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields shape, entry and sample of each file; in place of the sample the error, if it cannot be read."""
-    samples = getattr(samples, "samples", samples)  # without conditions that are made
-    first = list({entry.path: index for index, entry in enumerate(samples.entries)}.values())
-
-    def read(index: int) -> Any:
-        try:
-            return samples[index]
-        except DataError as error:
-            return error
-
-    with ThreadPoolExecutor() as threads:
-        for start in range(0, len(first), 64):  # samples of so many are in memory
-            indices = first[start : start + 64]
-            for index, sample in zip(indices, threads.map(read, indices), strict=True):
-                yield samples.shapes[index], samples.entries[index], sample
 
 
 def _counter(tokenizer: str | None) -> Callable[[str], tuple[int, str]]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 import yaml
@@ -45,6 +45,7 @@ _PRINTED = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info"
 # Verbs without processes and folders of runs, that shall answer at once.
 _PRINTING = ("plan", "show", "diff", "data", "export")
 _CONF = "lightning_diffpipe.conf"
+_MISSING = object()
 
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:
@@ -54,13 +55,19 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
     reads settings in one stretch only.
     """
     names, flags, settings = list(POSITIONS.get(name, ())), list(arguments), list[str]()
-    for argument in get_args_parser().parse_intermixed_args(arguments).overrides:
+    parser = get_args_parser()
+    parser.error = _refuse_flag  # type: ignore[method-assign]
+    for argument in parser.parse_intermixed_args(arguments).overrides:
         flags.remove(argument)
         if names and ("=" not in argument or Path(argument).exists()):
             settings.append(f"{names.pop(0)}={quoted(argument)}")
         else:
             settings.append(re.sub(r"(?<==)~(?=/|$)", str(Path.home()), argument, count=1))
     return [*settings, *flags]
+
+
+def _refuse_flag(message: str) -> NoReturn:
+    raise ConfigurationError(f"{message}; settings have no dashes: trainer.max_steps=9")
 
 
 def _run(name: str, arguments: Sequence[str]) -> None:
@@ -198,12 +205,32 @@ def _explain(error: Exception) -> str:
         message += f": {_said(error.__cause__)}"
     key = re.search(r"full_key: ([\w.]*\.\w+)", str(error))
     message = f"{message} ({key[1]})" if key and key[1] not in message else message
+    if lacking := re.match(r"(Could not override '(\w+)\.([\w.]+)')", message):
+        options = [f"{lacking[2]}={option}" for option in _options_with(*lacking.groups()[1:])]
+        if options:
+            return (
+                f"{lacking[1]}: it is a setting of {' or '.join(options[:3])}, which is not chosen"
+            )
+    if "primary config" in message:
+        message += " --config-dir . searches this folder, too"
     if isinstance(error, MissingMandatoryValue) and "data.folder" in message:
         message += (
             "; it holds images or videos with captions: cat.txt next to cat.png, or metadata.jsonl with a line for "
             'each, such as {"file_name": "cat.png", "text": "a cat"}'
         )
     return message
+
+
+def _options_with(group: str, setting: str) -> list[str]:
+    """Returns the options of a group that have a setting."""
+    folder, found = files(_CONF) / group, list[str]()
+    for file in sorted(folder.iterdir(), key=str) if folder.is_dir() else ():
+        if file.name.endswith(".yaml"):
+            node = yaml.safe_load(file.read_text())
+            for name in setting.split("."):
+                node = node[name] if isinstance(node, dict) and name in node else _MISSING
+            found += [] if node is _MISSING else [file.name.removesuffix(".yaml")]
+    return found
 
 
 def _said(error: Exception) -> str:

@@ -84,6 +84,14 @@ def _require_sizes(module: Any, data: Any, config: DictConfig) -> None:
 def _build_trainer(config: DictConfig, *further: Any) -> Any:
     """Builds the Trainer with the callbacks and loggers of their groups, and further callbacks."""
     _require_files(config)
+    import torch
+
+    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    if config.trainer.accelerator == "gpu" and not has_gpu:
+        raise ConfigurationError(
+            f"trainer.accelerator=gpu: torch {torch.__version__} sees no GPU here; install the torch of your "
+            "CUDA (https://pytorch.org), or take trainer=cpu"
+        )
     with raised_by_all():
         # Lightning divides by them in the first step, when processes have long started.
         accumulated = config.trainer.get("accumulate_grad_batches", 1)
@@ -325,14 +333,21 @@ def _export(config: DictConfig, module_class: type, checkpoint: Path) -> None:
     The checkpoint is whole under every strategy, and has the averaged weights.
     """
     import torch
+    from safetensors import SafetensorError
 
     module = module_class.from_checkpoint(checkpoint)
-    if config.save_to is not None:
-        module.save_pretrained(config.save_to, dtype=getattr(torch, config.save_dtype))
-        print(f"wrote {config.save_to}")
-    if config.save_lora is not None:
-        module.save_lora(config.save_lora, config.save_lora_names)
-        print(f"wrote the adapters to {config.save_lora}")
+    try:
+        if config.save_to is not None:
+            module.save_pretrained(config.save_to, dtype=getattr(torch, config.save_dtype))
+            print(f"wrote {config.save_to}")
+        if config.save_lora is not None:
+            module.save_lora(config.save_lora, config.save_lora_names)
+            print(f"wrote the adapters to {config.save_lora}")
+    except (OSError, SafetensorError) as error:  # the latter has no path
+        raise CheckpointError(
+            f"cannot write what was trained: {error}. It is in {checkpoint}: with ckpt_path={checkpoint} and what "
+            "it lacks (room, another folder) the same command writes it without training"
+        ) from error
 
 
 @verb("measure some steps of a training next to their plan: diffpipe bench experiment=glyphs")
@@ -383,8 +398,9 @@ def export(config: DictConfig) -> None:
     values = plain(config)
     folder, output = values["checkpoint"], values["output"]
     if not is_sharded(folder):
+        there = "is no folder" if Path(folder).exists() else "is not there, but must be the folder"
         raise ConfigurationError(
-            f"checkpoint={folder} is no folder of a checkpoint in shards; only strategy.state_dict_type=sharded "
+            f"checkpoint={folder} {there} of a checkpoint in shards; only strategy.state_dict_type=sharded "
             "writes such, others are files already"
         )
     require_writable(output)

@@ -155,7 +155,7 @@ class _Meeting:
             who = "nobody has opened that place: rank 0, or the launcher, torchrun"
         return (
             f"rank {self._rank} could not meet all of {self._num_ranks} ranks at {self._host}:{self.port} within "
-            f"{seconds:g} s: {who}; it starts slowly, has stopped, or cannot be reached"
+            f"{seconds:g} s: {who}: slow to start, stopped, or out of reach"
         )
 
 

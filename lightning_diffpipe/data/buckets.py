@@ -12,7 +12,7 @@ Source:
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle, islice
@@ -98,6 +98,32 @@ def grouped(shapes: Sequence[Shape]) -> dict[Shape, list[int]]:
     for place, shape in enumerate(shapes):
         groups.setdefault(shape, []).append(place)
     return dict(sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])))
+
+
+def small(buckets: Mapping[Shape, Sequence[int]], size: int) -> str:
+    """Returns a text that names buckets smaller than a batch; empty if there are none."""
+    few = [f"{shape}: {len(m)}" for shape, m in buckets.items() if len(m) < size]
+    counts = f"{len(few)} of {len(buckets)} buckets have fewer than the {size} samples of"
+    return f"{counts} a batch ({'; '.join(few)})" if few else ""
+
+
+def described(buckets: Mapping[Shape, Sequence[int]], size: int, last: Last | None) -> str:
+    """Returns a text with the number of batches in an epoch, and of samples that are repeated or left out.
+
+    `last` is None where all samples have one shape.
+    """
+    batches = BucketBatches(list(buckets.values()), size, last or "dropped", shuffle=True)
+    counts, num_batches = [len(members) for members in batches.buckets], len(batches)
+    num_samples = sum(counts)
+    more = num_batches * size - num_samples
+    clause = {
+        "filled": f"; {more} of these are seen again, to fill last batches",
+        "dropped": f"; {-more} are left out in each epoch, of incomplete batches",
+        "smaller": f"; {sum(count % size > 0 for count in counts)} of these are smaller",
+    }[batches.last]
+    text = f"{num_samples} samples in {len(counts)} buckets make {num_batches} batches of {size}"
+    note = f". {small(buckets, size)}" if small(buckets, size) else ""
+    return f"{text}{clause} (data.last_batch={last}){note}" if last else f"{text}{clause}"
 
 
 @dataclass(eq=False)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +26,19 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_diffpipe.data.buckets import Batches, BucketBatches, Last, Shape, grouped
+from lightning_diffpipe.data.buckets import (
+    Batches,
+    BucketBatches,
+    Last,
+    Shape,
+    described,
+    grouped,
+    small,
+)
 from lightning_diffpipe.data.captioned import CaptionedDataModule, Sample, share_of, unchanged
 from lightning_diffpipe.data.listing import Entry, Listing
 from lightning_diffpipe.data.pixels import Augmentation
-from lightning_diffpipe.data.reader import SampleReader, Source
+from lightning_diffpipe.data.reader import Look, SampleReader, Source
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 
 
@@ -141,31 +150,14 @@ class ImageFolderDataModule(CaptionedDataModule):
                 f"all {len(held_back['entries'])} images of {names} are held back, and none is left to train on: "
                 f"add images, or lower validation_share={h.validation_share} (data.validation_share)"
             )
-        if stage == "fit" and self._has_buckets:
-            rank_zero_info(self.described())
+        if stage == "fit" and self.last_batch:
+            rank_zero_info(described(self.train_buckets, self.batch_size, self.last_batch))
         self._use(
             FolderSamples(*train.values(), self._reader),
             FolderSamples(*held_back.values(), self._reader.held_back()),
             None,
             [list(self.train_buckets.values()), list(self.validation_buckets.values())],
         )
-
-    def described(self) -> str:
-        """Returns a text with the number of batches in an epoch, and of samples that are repeated or left out."""
-        batches = self.batches(shuffle=True)
-        size, counts = self.batch_size, [len(members) for members in batches.buckets]
-        num_samples, num_batches = sum(counts), len(batches)
-        text = (
-            f"{num_samples} samples in {len(counts)} buckets make {num_batches} batches of {size}"
-        )
-        more = num_batches * size - num_samples
-        text += {
-            "filled": f"; {more} of these are seen again, to fill last batches",
-            "dropped": f"; {-more} are left out in each epoch, of incomplete batches",
-            "smaller": f"; {sum(count % size > 0 for count in counts)} of these are smaller",
-        }[batches.last]
-        small = f". {self._small()}" if self._small() else ""
-        return f"{text} (data.last_batch={batches.last}){small}" if self._has_buckets else text
 
     def read_files(self) -> None:
         """Reads listings, and with buckets headers of images, once; for `setup`, with its errors."""
@@ -205,19 +197,24 @@ class ImageFolderDataModule(CaptionedDataModule):
                 )
             self.left_out += errors
         self.train_buckets, self.validation_buckets = (grouped(each["shapes"]) for each in split)
-        if self._has_buckets and h.last_batch == "dropped" and (small := self._small()):
+        few = small(self.train_buckets, self.batch_size)
+        if self.last_batch == "dropped" and few:
             raise ConfigurationError(
-                f"{small} and would never be trained on: take last_batch=filled or smaller (data.last_batch), or "
+                f"{few} and would never be trained on: take last_batch=filled or smaller (data.last_batch), or "
                 "lower data.batch_size"
             )
         self._split = split
 
-    def _small(self) -> str:
-        """Returns a text that names buckets smaller than a batch; empty if there are none."""
-        size, buckets = self.batch_size, self.train_buckets
-        small = [f"{shape}: {len(m)}" for shape, m in buckets.items() if len(m) < size]
-        counts = f"{len(small)} of {len(buckets)} buckets have fewer than the {size} samples of"
-        return f"{counts} a batch ({'; '.join(small)})" if small else ""
+    def looked_at(self) -> Iterator[Look]:
+        """Yields each image or video as it is trained on, once."""
+        self.read_files()
+        readers = self._reader, self._reader.held_back()
+        for is_held_back, (each, reader) in enumerate(zip(self._split, readers, strict=True)):
+            repeats, found = Counter[Any](), dict[Any, Any]()
+            for entry, shape in zip(*each.values(), strict=True):
+                repeats[entry.path, shape] += not is_held_back
+                found[entry.path, shape] = entry, shape
+            yield from reader.looked_at(Look(*found[key], count) for key, count in repeats.items())
 
     def _with_shapes(
         self, entries: list[Entry], errors: list[DataError]
@@ -237,9 +234,10 @@ class ImageFolderDataModule(CaptionedDataModule):
                     errors.append(shape)
 
     @property
-    def _has_buckets(self) -> bool:
+    def last_batch(self) -> Last | None:
+        """Treatment of a bucket's last batch; None if all samples have one shape."""
         several = self.hparams.references is not None  # one, or two, or in several shapes
-        return self._reader.has_shapes or several
+        return self.hparams.last_batch if self._reader.has_shapes or several else None
 
     def _shape(self, entry: Entry) -> Shape | DataError:
         try:
@@ -252,13 +250,12 @@ class ImageFolderDataModule(CaptionedDataModule):
         if not shuffle:
             held_back = list(self.validation_buckets.values())
             return BucketBatches(held_back, self.batch_size, "smaller", shuffle)
-        last = self.hparams.last_batch if self._has_buckets else "dropped"
         largest_first = sorted(self.train_buckets, key=lambda shape: -shape.num_pixels)
         buckets = [self.train_buckets[shape] for shape in largest_first]
-        return BucketBatches(buckets, self.batch_size, last, shuffle)
+        return BucketBatches(buckets, self.batch_size, self.last_batch or "dropped", shuffle)
 
     def _loader(self, dataset: Dataset[Sample], shuffle: bool) -> DataLoader[Any]:
-        if not self._has_buckets:
+        if self.last_batch is None:
             return super()._loader(dataset, shuffle)
         batches = self.batches(shuffle)
         return DataLoader(

@@ -195,22 +195,23 @@ class Listing:
         passed_over = Counter(path.suffix for path in paths if path not in images and _shows(path))
         if passed_over:
             counts = ", ".join(f"{count} {suffix}" for suffix, count in passed_over.items())
-            rank_zero_warn(f"{self.folder}: not trained on, by their endings: {counts}")
-        names_by_problem = {
-            f"caption files have no {kind} beside them": [
-                text.name for stem, text in texts.items() if stem not in images.values()
-            ]
-        }
+            are_videos = not self.has_videos and any(end.lower() in VIDEOS for end in passed_over)
+            how = "; num_frames=17 (data.num_frames=17) reads videos" if are_videos else ""
+            rank_zero_warn(f"{self.folder}: not trained on, by their endings: {counts}{how}")
+        alone = [text.name for stem, text in texts.items() if stem not in images.values()]
+        problems = [(f"caption files have no {kind} beside them", alone, "Add these")]
         if self.needs_captions:
-            without_caption = [path.name for path, stem in images.items() if stem not in texts]
-            names_by_problem[f"{kind}s have no caption"] = without_caption
-        for problem, names in names_by_problem.items():
+            bare = [path.name for path, stem in images.items() if stem not in texts]
+            remedy = (
+                "Write them (cat.txt beside cat.png, maybe empty), give all one by data.trigger"
+            )
+            problems += [(f"{kind}s have no caption", bare, remedy)]
+        for problem, names, remedy in problems:
             if names and on_error == "raise":
                 more = f", and {len(names) - 3} more" if len(names) > 3 else ""
                 raise DataError(
-                    f"{self.folder}: {len(names)} {problem}: {', '.join(names[:3])}{more}. Give each its other "
-                    "half (cat.txt beside cat.png; an empty one is a caption, too), or leave these out with "
-                    "on_error='skip' (data.on_error=skip)"
+                    f"{self.folder}: {len(names)} {problem}: {', '.join(names[:3])}{more}. {remedy}, or leave "
+                    "these out with on_error='skip' (data.on_error=skip)"
                 )
             errors += [DataError(f"{self.folder / name}: {problem}") for name in names]
         folders = {key: self._by_stem(key) for key in self.companions.values()}

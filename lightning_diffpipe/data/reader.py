@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image, ImageColor
@@ -27,6 +29,7 @@ from lightning_diffpipe.data.pixels import (
 )
 from lightning_diffpipe.errors import (
     ConfigurationError,
+    DataError,
     require_choice,
     require_flags,
     require_number,
@@ -82,6 +85,20 @@ class Source:
         return [
             {kind: each.path, "repeats": each.repeats, "weight": each.weight} for each in sources
         ]
+
+
+class Look(NamedTuple):
+    """A sample as it is trained on, for those who look at data before.
+
+    Attributes:
+        repeats: Number of times that an epoch takes it; 0 if it is held back.
+        sample: What is read of it, or the error of one that cannot be read.
+    """
+
+    entry: Entry
+    shape: Shape
+    repeats: int
+    sample: Sample | DataError | None = None
 
 
 class SampleReader:
@@ -188,6 +205,20 @@ class SampleReader:
         if self._is_weighted:
             sample["weight"] = torch.tensor(entry.weight)
         return sample
+
+    def looked_at(self, looks: Iterable[Look]) -> Iterator[Look]:
+        """Yields looks with their samples, of which 64 are in memory."""
+
+        def look_at(look: Look) -> Look:
+            try:
+                return look._replace(sample=self.read(look.entry, look.shape))
+            except DataError as error:
+                return look._replace(sample=error)
+
+        left = iter(looks)
+        with ThreadPoolExecutor() as threads:
+            while some := list(islice(left, 64)):
+                yield from threads.map(look_at, some)
 
     def held_back(self) -> SampleReader:
         """Returns a reader of validation samples, without augmentation."""

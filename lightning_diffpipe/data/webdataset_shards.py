@@ -17,9 +17,12 @@ import logging
 import re
 import tarfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import torch
@@ -33,11 +36,12 @@ from lightning_diffpipe.data.captioned import (
     Sample,
     collate,
     no_loaders,
+    share_of,
     unchanged,
 )
 from lightning_diffpipe.data.listing import Entry, decoded
 from lightning_diffpipe.data.pixels import IMAGES, VIDEOS, Augmentation
-from lightning_diffpipe.data.reader import SampleReader, Source
+from lightning_diffpipe.data.reader import Look, SampleReader, Source
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 
@@ -95,8 +99,7 @@ class _Epochs(IterableDataset[Batch]):
     def _batches(self, worker: int, count: int, skipped: int) -> Iterator[Batch]:
         data, epoch = self._data, getattr(self._data.trainer, "current_epoch", 0)
         seeds = (derived_seed(data.hparams.seed, "shards", epoch, n) for n in itertools.count())
-        last = data.hparams.last_batch if data._reader.has_shapes else None
-        batches = data._gathered(data._train, data._reader, last, seeds, worker, count)
+        batches = data._gathered(False, data.last_batch, seeds, worker, count)
         for number in range(worker, self._num_batches, count):
             seed = derived_seed(data.hparams.seed, "augmentation", self._rank, epoch, number)
             with isolated_random_numbers(seed):
@@ -132,7 +135,9 @@ class WebDatasetDataModule(CaptionedDataModule):
         train_shards: Brace pattern of the training shards, such as `"data/{000..099}.tar"`; or a list of patterns,
             each a text or a mapping such as `{"shards": "cats/{0..9}.tar", "repeats": 10, "weight": 1.0}` (see
             `Source`).
-        validation_shards: The held-back shards, likewise; `None` for no validation.
+        validation_shards: The held-back shards, likewise; `None` for none.
+        validation_share: Share of the samples of `train_shards` that is held back instead, by a hash of the names
+            of shard and sample. They are read out of all shards.
         samples_per_epoch: Training samples in an epoch, over all ranks; a stream has no length. Every epoch begins
             with all shards in an order of its own.
         resolution: Width and height of the images, in pixels; with buckets, the side of a square of their area.
@@ -165,6 +170,9 @@ class WebDatasetDataModule(CaptionedDataModule):
         augmentation: Settings of `Augmentation`: flip, random_crop, shuffle_tags, drop_tags, keep_tags, trigger.
             With the last one images may have no caption.
 
+    Attributes:
+        left_out: Errors of what this process has left out.
+
     Raises:
         ImportError: The package webdataset is missing.
         ConfigurationError: When a loader is made, there are fewer shards than data-parallel ranks, or one of them
@@ -192,13 +200,20 @@ class WebDatasetDataModule(CaptionedDataModule):
         bucket_step: int = 64,
         enlarge: bool = False,
         last_batch: Last = "filled",
+        validation_share: float = 0.0,
         **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
         given = f"train_shards={train_shards!r} and validation_shards={validation_shards!r}"
         refusal = f"{given} must be brace patterns of tar files"
         self._train = Source.several(train_shards, "shards", refusal)
-        self._validation: list[Source] = []
+        require_number("validation_share", validation_share, 0, 1)
+        if validation_share and validation_shards is not None:
+            raise ConfigurationError(
+                f"validation_share={validation_share} and validation_shards={validation_shards!r} both hold "
+                "samples back; leave one of them out"
+            )
+        self._validation = [replace(s, repeats=1) for s in self._train] if validation_share else []
         if validation_shards is not None:
             self._validation = Source.several(validation_shards, "shards", refusal)
             validation_shards = Source.plain(validation_shards, "shards", self._validation)
@@ -207,6 +222,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         import webdataset  # of the extra lightning-diffpipe[webdataset]
 
         self._webdataset = webdataset
+        self.left_out: list[DataError] = []
         self._left_out = torch.zeros(1 + num_workers, dtype=torch.int64).share_memory_()
         train_shards = Source.plain(train_shards, "shards", self._train)
         num_frames = list(num_frames) if isinstance(num_frames, Sequence) else num_frames
@@ -221,23 +237,52 @@ class WebDatasetDataModule(CaptionedDataModule):
         kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {}
         return kwargs.get("rank", 0), kwargs.get("num_replicas", 1)
 
-    def _stored(
-        self, shards: list[Source], seed: int | None, worker: int = 0, count: int = 1
-    ) -> Any:
+    @property
+    def last_batch(self) -> Last | None:
+        """Treatment of samples that wait when all shards are read; None if all samples have one shape."""
+        return self.hparams.last_batch if self._reader.has_shapes else None
+
+    def _stored(self, is_held_back: bool, seed: int | None, worker: int, count: int) -> Any:
         """Returns the samples of a worker's shards once, as files by extension; in order without a seed."""
-        wds = self._webdataset
+        wds, share = self._webdataset, self.hparams.validation_share
         rank, num_ranks = self._data_parallel()
         stages = [
-            wds.SimpleShardList(self._urls(shards), seed=seed),
+            wds.SimpleShardList(
+                self._urls(self._validation if is_held_back else self._train), seed=seed
+            ),
             wds.slice(rank, None, num_ranks),
             wds.slice(worker, None, count),
             partial(wds.tariterators.url_opener, handler=self._refuse_shard),
             self._files,
             partial(wds.tariterators.group_by_keys, handler=self._refuse_shard),
         ]
+        if share:
+            name = lambda files: f"{PurePath(files['__url__']).name}/{files['__key__']}"
+            stages.append(wds.select(lambda files: (share_of(name(files)) < share) == is_held_back))
         if seed is not None:
             stages.append(wds.shuffle(self.hparams.shuffle_buffer, seed=seed))
         return wds.DataPipeline(*stages)
+
+    def _samples(
+        self, is_held_back: bool, seed: int | None, worker: int = 0, count: int = 1
+    ) -> Iterator[tuple[Entry, Shape]]:
+        """Yields what of a worker's shards can be used, once, with its shape."""
+        weights = self._weights(self._validation if is_held_back else self._train)
+        for files in self._stored(is_held_back, seed, worker, count):
+            with self._leaving_out():
+                entry = self._entry(files, weights)
+                yield entry, self._reader.shape(entry)
+
+    def looked_at(self) -> Iterator[Look]:
+        """Yields each sample as it is trained on, once; what has no shape is in `left_out` only."""
+        repeats, once = Counter(self._urls(self._train)), copy(self)
+        once._train = [Source(url, weight=w) for url, w in self._weights(self._train).items()]
+        for is_held_back, reader in enumerate((self._reader, self._reader.held_back())):
+            if self._validation or not is_held_back:
+                yield from reader.looked_at(
+                    Look(entry, shape, 0 if is_held_back else repeats[entry.where])
+                    for entry, shape in once._samples(bool(is_held_back), None)
+                )
 
     def _files(self, shards: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yields files of opened shards for webdataset, which takes an empty dict for the end of a shard."""
@@ -267,15 +312,25 @@ class WebDatasetDataModule(CaptionedDataModule):
         self._count_left_out(error)
         return True
 
+    @contextlib.contextmanager
+    def _leaving_out(self) -> Iterator[None]:
+        """Leaves out what raises DataError, unless `on_error` is `"raise"`."""
+        try:
+            yield
+        except DataError as error:
+            if self.on_error == "raise":
+                raise
+            self._count_left_out(error)
+
     def _count_left_out(self, error: Exception) -> None:
         worker = get_worker_info()
+        self.left_out.append(DataError(str(error)))  # without frames, which hold what was read
         self._left_out[worker.id + 1 if worker else 0] += 1
         _log.warning("left out (on_error=skip): %s", error)
 
     def _gathered(
         self,
-        shards: list[Source],
-        reader: SampleReader,
+        is_held_back: bool,
         last: Last | None,
         seeds: Iterable[int | None],
         worker: int,
@@ -287,24 +342,17 @@ class WebDatasetDataModule(CaptionedDataModule):
         What waits for a batch when shards have been read is treated as `last` says; None: it waits on.
         """
         size = size or self.batch_size
-        weights = self._weights(shards)
+        reader = self._reader.held_back() if is_held_back else self._reader
         waiting: dict[Shape, list[_Read]] = {}
         for seed in seeds:
             num_batches = 0
-            for files in self._stored(shards, seed, worker, count):
-                try:
-                    entry = self._entry(files, weights)
-                    shape = reader.shape(entry)
+            for entry, shape in self._samples(is_held_back, seed, worker, count):
+                with self._leaving_out():
                     read = partial(reader.read, entry, shape)
                     if self.on_error == "skip":  # only what can be read takes a place in a batch
                         read = partial(lambda sample: sample, read())
-                except DataError as error:
-                    if self.on_error == "raise":
-                        raise
-                    self._count_left_out(error)
-                    continue
-                waiting.setdefault(shape, []).append(read)
-                if len(waiting[shape]) == size:
+                    waiting.setdefault(shape, []).append(read)
+                if len(waiting.get(shape, ())) == size:
                     num_batches += 1
                     yield waiting.pop(shape)
             if last in ("filled", "smaller"):
@@ -316,8 +364,9 @@ class WebDatasetDataModule(CaptionedDataModule):
                 waiting.clear()
             if seed is not None and not (num_batches or waiting):
                 raise ConfigurationError(
-                    f"training shards hold no sample that can be read (warnings above say what was left out, if "
-                    f"on_error=skip), or with last_batch=dropped fewer than the {size} of a batch in each bucket"
+                    "training shards hold no sample that can be read (warnings above say what was left out, if "
+                    f"on_error=skip), all are held back (validation_share={self.hparams.validation_share}), or "
+                    f"with last_batch=dropped there are fewer than the {size} of a batch in each bucket"
                 )
 
     def _entry(self, files: Mapping[str, Any], weights: Mapping[str, float]) -> Entry:
@@ -418,9 +467,8 @@ class WebDatasetDataModule(CaptionedDataModule):
     def _batches_held_back(
         self, worker: int = 0, count: int = 1, size: int | None = None
     ) -> Iterator[list[_Read]]:
-        shards, once = self._validation, [None] if self._validation else []
-        reader = self._reader.held_back()
-        return self._gathered(shards, reader, "smaller", once, worker, count, size)
+        once = [None] if self._validation else []
+        return self._gathered(True, "smaller", once, worker, count, size)
 
     def _held_back(self, count: int) -> list[Sample]:
         reads = next(self._batches_held_back(size=count), [])

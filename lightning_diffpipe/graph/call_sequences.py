@@ -214,7 +214,10 @@ class CallSequenceView(View):
     def extreme_sequence(
         self, call: StepCall, seed: int, sides: Sequence[bool]
     ) -> CallSequence | None:
-        """Returns the call sequence if random numbers are extremes; None if they cannot be, or on an error."""
+        """Returns the call sequence with the smallest or largest random numbers (see `rng.Extremes` for `sides`).
+
+        None on an error, and if the step samples by functions whose numbers cannot be replaced.
+        """
         extremes = rng.Extremes(sides)
         sampling = rng.isolated_random_numbers(seed)
         with sampling, self.restored.preserved(), contextlib.suppress(Exception):
@@ -405,13 +408,12 @@ def survey(
     moments: Sequence[Moment] = (),
     runs_ahead: bool = True,
 ) -> tuple[CallSequence, CallSequences]:
-    """Finds call sequences of a step by trials, with the seeds of its first batches; returns the longest, and all.
+    """Finds the call sequences of a step by trial runs with the seeds of its first batches.
 
-    The step is run three times to see what it carries on, as often at each of `moments` if it changes something,
-    then twice, and once at each of `moments`. If coins were thrown, it is run four times more, with small and with
-    large numbers in place of those sampled. If the runs differ in what they call, or the step has counters or
-    generators of its own, 32 trials follow, of two microbatches of each of 16 batches, and two at each moment. The
-    module is left as it was.
+    Three runs show whether one changes what later ones see, and if so as many at each of `moments`; then the step
+    runs twice, and once at each moment. If it has compared random numbers, small and large ones replace them four
+    times. If these runs call different layers, or the step has counters or generators of its own, 32 more follow,
+    two microbatches of each of 16 batches, and two at each moment. The module is left as it was.
 
     Args:
         root: The module, on the host.
@@ -422,6 +424,9 @@ def survey(
         arguments: Further arguments of the step for the first batch; the first of them is the batch's number.
         moments: Later moments of the training.
         runs_ahead: Frozen layers may run before the step of their batch; only then `moves_frozen` is looked for.
+
+    Returns:
+        The longest call sequence, and all of them.
 
     Raises:
         GraphError: None of the sequences calls all layers.

@@ -144,6 +144,7 @@ class StepProbe:
     def __post_init__(self) -> None:
         self._tree: CallTree | None = None
         self._larger: CallTree | None = None  # with one sample more
+        self._indivisible = ""  # why there is none: the step's error
         self._hooked: _Hooked | None = None  # before the latest run
         self._counted: list[tuple[dict[str, Any], dict[str, int]]] = []
 
@@ -353,11 +354,11 @@ class StepProbe:
         except GraphError:  # a refusal, with any number of samples
             raise
         except Exception as error:  # a step may insist on its batch size
-            # As text: whoever keeps the record would keep the frames of the error, and their tensors.
-            _log.info("layers cannot be cut into samples: %s", str(error))
+            reason = str(error)  # not the error, which keeps its frames and their tensors
         if self.fake_mode is not None and self.original is not None:
             self.module = fake_copy(self.original, self.fake_mode)  # what that run has left is gone
             self.__post_init__()
+        self._indivisible = reason
         return None
 
     def _repeats(self, call_results: CallResults, layers: Collection[str] = ()) -> Repeats | None:
@@ -420,6 +421,11 @@ class StepProbe:
         if self._tree is None or self.fake_mode is None:  # else it was made before
             self._larger = self._tree_of_more_samples()
         if self._larger is None:
+            if self._indivisible:
+                _log.info(
+                    "frozen layers run on whole microbatches, and nothing of them can be stored, as the step does "
+                    "not run with one sample more: %s", self._indivisible,
+                )  # fmt: skip
             return None, unknown
         seen = _Seen.among(self._larger.top, layers, containers)
         of_layers = [call for call in seen if call.name in layers]

@@ -173,6 +173,9 @@ class TrackedFakeMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._made: list[StorageWeakRef] = []
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrackedFakeMode:
+        return self  # of a tensor that a step copies; weak references would be freed twice
+
     def empty(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> FakeTensor:

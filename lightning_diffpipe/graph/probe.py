@@ -34,7 +34,6 @@ from lightning_diffpipe.graph.fakes import (
     without_garbage_collection,
 )
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
-from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.repeats import CallResults
 from lightning_diffpipe.graph.side_effects import generators_preserved, is_users
 from lightning_diffpipe.graph.step import BatchSpec, ModuleSplit, Step
@@ -239,8 +238,6 @@ def _in_some_mode(
                 _log.info("keeping the strides of the fake probe: %s", str(error))
                 return outcome
         reason = outcome
-    if any(is_placeholder(p) for p in step_probe.module.parameters()):
-        _log.warning("probing a step that needs values while parameters live on other ranks")
     with untouched(step_probe.module):
         return work(replace(step_probe, mode=f"real ({reason})"))
 

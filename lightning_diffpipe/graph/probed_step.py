@@ -201,7 +201,7 @@ def refuse_own_generators(graph: LayerGraph) -> None:
     raise ConfigurationError(
         f"training_step draws random numbers from {min(graph.generators)}, which outlives the step. Every rank has "
         "its own copy, and draws from it at other times and more or less often than the next, so stages and frozen "
-        "layers would see different numbers, and call other layers where they are coins. Draw from torch's, "
+        "layers would see different numbers, and call different layers where these decide. Draw from torch's, "
         "Python's or numpy's global generator, which is kept in step on all ranks (leave `generator=` out), or "
         "make one inside the step, seeded with a number from the global one"
     )

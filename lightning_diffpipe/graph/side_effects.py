@@ -8,9 +8,9 @@ runs make up for it, and what nothing can make up for is refused.
   it.
 * **Generators** besides the global ones outlive the step. On one rank, whatever runs besides training leaves them
   as they are (`generators_preserved`).
-* **Attributes** of modules: adapters off for a while, `.eval()` around a pass. A step that is run in pieces, or
-  left in the middle, leaves them half set for whoever comes next. So the probe notes which attributes differ from
-  the beginning of the step when a layer is called or returns, and runs restore them.
+* **Attributes** of modules: adapters off for a while, `.eval()` around a pass, other weights in `functional_call`.
+  A step that is run in pieces, or left in the middle, leaves them half set for whoever comes next. So the probe
+  notes which differ from the beginning of the step when a layer is called or returns, and runs restore them.
 * **Gradient hooks** between layers (`h.register_hook(lambda g: 0.1 * g)`) see the whole gradient of their tensor in
   one process. Here every stage has the part of it that its own layers add, so all that reads the tensor must be
   within one stage. On all others tensors need no gradient, for which PyTorch would refuse a hook.
@@ -274,7 +274,9 @@ class AttributeWrites:
         self, root: nn.Module, between: Callable[[], bool], inside: Callable[[], bool]
     ) -> None:
         self._between, self._inside, self.num_set = between, inside, 0
-        self._kinds = {type(module) for module in root.modules()}
+        self._root, self._kinds = root, {type(module) for module in root.modules()}
+        self._weights = {id(module): dict(module._parameters) for module in root.modules()}
+        self._swapped: set[Attribute] = set()
         self._modules = {id(module): name for name, module in root.named_modules()}
         self._parameters = {id(parameter): name for name, parameter in root.named_parameters()}
         self._before: dict[Attribute, tuple[Any, Any]] = {}
@@ -335,8 +337,9 @@ class AttributeWrites:
         if self._inside():
             self._of_layers.add(attribute)
 
-    def compare(self) -> None:
+    def compare(self, layer: str) -> None:
         """Records what differs from the beginning of the step, when a layer is called or has returned."""
+        self._swapped |= self._other_weights(self._root.get_submodule(layer))
         if self._unmoved:
             moved = {attribute for attribute in self._unmoved if not self._is_as_before(attribute)}
             self._unmoved -= moved
@@ -345,7 +348,8 @@ class AttributeWrites:
 
     def toggled(self) -> frozenset[Attribute]:
         """Returns, when the step has ended, what differed in between."""
-        return frozenset(filter(self._is_as_before, self._moved))
+        swapped = self._swapped - self._other_weights(self._root)
+        return frozenset(swapped.union(filter(self._is_as_before, self._moved)))
 
     def left(self) -> frozenset[Attribute]:
         """Returns, when the step has ended, what was set between layers and not restored.
@@ -377,6 +381,15 @@ class AttributeWrites:
                 increments[attribute] = now - last
         return increments
 
+    def _other_weights(self, module: nn.Module) -> set[Attribute]:
+        """Returns parameters in whose place there is, for now, another tensor, as in `functional_call`."""
+        return {
+            (self._modules[id(part)], name)
+            for part in module.modules()
+            for name, before in self._weights.get(id(part), {}).items()
+            if part._parameters.get(name) is not before
+        }
+
     def _now(self, attribute: Attribute) -> Any:
         """Returns what the step has set; that of a replay may put it back in the end."""
         attributes = self._before[attribute][0].__dict__
@@ -391,7 +404,9 @@ class AttributeWrites:
 
 
 def _shown(module: nn.Module, name: str) -> Any:
-    """Returns an attribute of a module, or else the number of its class that it hides."""
+    """Returns a parameter or an attribute of a module, or else the number of its class that it hides."""
+    if name in module._parameters:
+        return module._parameters[name]
     of_class = inspect.getattr_static(type(module), name, _MISSING)
     return module.__dict__.get(name, of_class if type(of_class) is int else _MISSING)
 
@@ -429,6 +444,8 @@ class Attributes:
         for (owner, name), value in zip(self._places, values, strict=True):
             if not isinstance(owner, nn.Module):
                 owner.requires_grad_(value)
+            elif name in owner._parameters:
+                owner._parameters[name] = value
             elif value is _MISSING:
                 vars(owner).pop(name, None)
             else:

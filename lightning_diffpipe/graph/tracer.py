@@ -206,9 +206,9 @@ class Tracer:
             if self.provenance.current is not None:
                 return self._inside(name, forward, args, kwargs)
             if name in self._layers:
-                self.attributes.compare()
+                self.attributes.compare(name)
                 out = self._layer(name, forward, args, kwargs)
-                self.attributes.compare()
+                self.attributes.compare(name)
                 return out
             if name in self._containers:
                 return self._container(name, forward, args, kwargs)
@@ -219,7 +219,7 @@ class Tracer:
     def _inside(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         if name not in self._fine or self._in_fine:
             return self._once(name, forward, args, kwargs)
-        self.attributes.compare()
+        self.attributes.compare(name)
         with self._fine_call(name):
             return self._once(name, forward, args, kwargs)
 

@@ -289,6 +289,7 @@ def _attributes_restored(
 
     `alone` says that `modules` are all those of `root`; else a run may note what was done once and for all.
     """
+    # The types of the attributes that are restored, by whose they are.
     owners: dict[Any, tuple[type, ...]] = {root: (Iterator,)}
     owners |= dict.fromkeys(_users_code(root), (*_STATES, Iterator))
     owners |= dict.fromkeys(modules, (object,) if alone else (*_STATES, list, Iterator))
@@ -300,47 +301,56 @@ def _attributes_restored(
         if alone or name not in _OF_EVERY_MODULE or name == "_buffers"
     ]
     owners |= {vars(root)[n]: _STATES for n in SHARED_ATTRIBUTES if vars(root).get(n) is not None}
-    held = list({id(each): each for each in _holders(values)}.values())
+    holders = list({id(each): each for each in _holders(values)}.values())
     # Parameters are not written by steps, and buffers are restored by themselves.
     tables = {id(vars(m).get(n)) for m in owners for n in ("_parameters", "_buffers", "_modules")}
-    small = [each for each in held if len(each) <= _MOST_ENTRIES and id(each) not in tables]
-    attributes = [vars(owner) for owner in owners]
+    small = [h for h in holders if len(h) <= _MOST_ENTRIES and id(h) not in tables]
+    with _iterators_rewound(owners, small):
+        attributes = [(owner, _copied(vars(owner)) or {}, owners[owner]) for owner in owners]
+        contents = [(holder, _copied(holder)) for holder in holders]
+        for each in small:
+            values += each.values() if isinstance(each, _MAPPINGS) else each
+        try:
+            with _written_restored(values):
+                yield
+        finally:
+            for holder, before in contents:
+                if not _is_same(holder, before):
+                    holder.clear()
+                    holder.extend(before) if hasattr(holder, "extend") else holder.update(before)
+            for owner, before, kinds in attributes:
+                _rebind(owner, before, kinds)
+
+
+@contextlib.contextmanager
+def _iterators_rewound(
+    owners: Mapping[Any, tuple[type, ...]], holders: Sequence[Any]
+) -> Iterator[None]:
+    """Lets iterators among attributes and entries of containers give afterwards what they have given inside."""
     maps = [(owner, vars(owner)) for owner, kinds in owners.items() if kinds is not _STATES]
-    maps += ((each, each) for each in small if isinstance(each, dict | _Places))
-    maps += ((each, dict(enumerate(each))) for each in small if isinstance(each, list | deque))
-    kinds_held = set[type]().union(*(map(type, each.values()) for _, each in maps))
-    iterators = set(filter(_is_iterator, kinds_held))
+    maps += ((each, each) for each in holders if isinstance(each, dict | _Places))
+    maps += ((each, dict(enumerate(each))) for each in holders if isinstance(each, list | deque))
+    types = set[type]().union(*(map(type, entries.values()) for _, entries in maps))
+    iterators = set(filter(_is_iterator, types))
     places = [
         (owner, name, value)
-        for owner, each in maps
-        if not iterators.isdisjoint(map(type, each.values()))
-        for name, value in each.items()
+        for owner, entries in maps
+        if not iterators.isdisjoint(map(type, entries.values()))
+        for name, value in entries.items()
         if type(value) in iterators
     ]
-    replayed = {id(x): x if isinstance(x, _Rewound) else _Rewound(x) for _, _, x in places}
+    replays = {id(x): x if isinstance(x, _Rewound) else _Rewound(x) for _, _, x in places}
     for owner, name, value in places:
-        _put(owner, name, replayed[id(value)])
-    positions = [iterator.position for iterator in replayed.values()]
-    copies = [_copied(each) or {} for each in attributes]
-    snapshots = list(zip(owners, copies, owners.values(), strict=True))
-    holders = [(each, _copied(each)) for each in held]
-    for each in small:
-        values += each.values() if isinstance(each, _MAPPINGS) else each
+        _put(owner, name, replays[id(value)])
+    positions = [replay.position for replay in replays.values()]
     try:
-        with _written_restored(values):
-            yield
+        yield
     finally:
-        for item, before in holders:
-            if not _is_same(item, before):
-                item.clear()
-                item.extend(before) if hasattr(item, "extend") else item.update(before)
-        for owner, attributes, kinds in snapshots:
-            _rebind(owner, attributes, kinds)
-        for iterator, position in zip(replayed.values(), positions, strict=True):
-            iterator.position = position
+        for replay, position in zip(replays.values(), positions, strict=True):
+            replay.position = position
         for owner, name, value in places:
-            if not (iterator := replayed[id(value)]).read:
-                _put(owner, name, iterator.source)
+            if not (replay := replays[id(value)]).read:
+                _put(owner, name, replay.source)
 
 
 def plain_state(root: nn.Module) -> dict[str, list[Any]]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.versions import plain_tensors
 from lightning_diffpipe.modules.adapters import add_adapters
+from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import class_of, load_part
 
 BASE_KEY = "diffpipe_base"
@@ -235,8 +236,8 @@ class BaseModel:
         if not self.fits(name, rest):
             raise CheckpointError(
                 f"the checkpoint has adapters only, of the model that was at {self.path} when they were trained, "
-                f"and the {name} here has other weights than that; open that model: from_pretrained(FOLDER), or "
-                "base=FOLDER for from_checkpoint, the Predictor and diffpipe sample"
+                f"and the {name} here has other weights than that; open that model: by model.path=FOLDER, "
+                "from_pretrained(FOLDER), or base=FOLDER for from_checkpoint, the Predictor and diffpipe sample"
             )
         return {**rest, **stored}
 
@@ -291,7 +292,27 @@ def from_base(base: BaseModel, name: str, stored: Mapping[str, Any]) -> Any:
     return part
 
 
+def frozen_dtypes(setting: Any, names: Collection[str]) -> dict[str, torch.dtype | None]:
+    """Returns the type of each part: one for all, or in a mapping those of some; None for others.
+
+    Raises:
+        ConfigurationError: There is no such type or part.
+    """
+    given = setting if isinstance(setting, Mapping) else dict.fromkeys(names, setting)
+    if unknown := sorted(given.keys() - set(names)):
+        raise ConfigurationError(
+            f"frozen_dtype names the component {unknown[0]!r}; this model has {', '.join(names)}"
+        )
+    return {name: dtype_named("frozen_dtype", given.get(name)) for name in names}
+
+
 def load_for_training(path: str, name: str, entry: Sequence[str], dtype: torch.dtype | None) -> Any:
-    """Loads a part as `load_part`; without a type, an autoencoder that asks for float32 gets it."""
+    """Loads a part as `load_part`; without a type, an autoencoder that asks for float32 gets it.
+
+    One that is given float32 computes in it, too (`in_own_precision`).
+    """
     config = outline_of_part(path, name, entry).config if dtype is None else {}
-    return load_part(path, name, entry, torch.float32 if config.get("force_upcast") else dtype)
+    part = load_part(path, name, entry, torch.float32 if config.get("force_upcast") else dtype)
+    if dtype == torch.float32:
+        part.computes_in_own_type = True
+    return part

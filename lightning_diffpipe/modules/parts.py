@@ -58,6 +58,7 @@ from lightning_diffpipe.modules.part_files import (
     folder_of_part,
     from_base,
     from_stored,
+    frozen_dtypes,
     frozen_weights,
     index_entry,
     load_for_training,
@@ -82,7 +83,6 @@ from lightning_diffpipe.sampling.adapters import (
     weights_of,
 )
 from lightning_diffpipe.sampling.loop import PipelineCall
-from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import class_of
 
 _FILES_KEY = "diffpipe_parts"
@@ -380,7 +380,7 @@ class PartsModule(L.LightningModule):
     def from_pretrained(
         cls,
         path: str | Path,
-        frozen_dtype: str | torch.dtype | None = None,
+        frozen_dtype: str | torch.dtype | Mapping[str, Any] | None = None,
         quantization: Any = None,
         **kwargs: Any,
     ) -> Self:
@@ -388,8 +388,10 @@ class PartsModule(L.LightningModule):
 
         Args:
             path: Folder with `model_index.json`, or a hub id.
-            frozen_dtype: Type of what is not trained; None for that in which each part is stored, but for an
-                autoencoder that asks for float32 (`force_upcast`). What is trained has float32.
+            frozen_dtype: Type of what is not trained, of all parts or in a mapping of some by their names; None for
+                that in which each part is stored, but for an autoencoder that asks for float32
+                (`force_upcast`). One that is given float32 computes in it beside `bf16-mixed`, too. What
+                is trained has float32.
             quantization: Format to which each rank quantizes its frozen linear layers: `"nf4"`, `"int8"`,
                 `"float8"`, or more; for all components but autoencoders, or by their names. See
                 `quantization_named`.
@@ -410,9 +412,9 @@ class PartsModule(L.LightningModule):
         replacing = {name: kwargs[name] for name in cls.part_names if kwargs.get(name) is not None}
         outlines = {n: PartOutline(type(p), getattr(p, "config", {})) for n, p in replacing.items()}
         cls._check_outlines(outlines | {n: outline_of_part(*each) for n, each in stored.items()})
-        dtype = dtype_named("frozen_dtype", frozen_dtype)
+        dtypes = frozen_dtypes(frozen_dtype, stored)
         quantizations = quantizations_of(quantization, [*stored, *replacing])
-        parts = {name: load_for_training(*entry, dtype) for name, entry in stored.items()}
+        parts = {name: load_for_training(*entry, dtypes[name]) for name, entry in stored.items()}
         module = cls(**parts, **kwargs)
         module.train_in_float32()
         quantize_components(quantizations, module.parts, every=isinstance(quantization, Mapping))

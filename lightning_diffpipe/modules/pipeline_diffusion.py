@@ -33,7 +33,12 @@ from lightning_diffpipe.errors import (
 from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.noise import Noise, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.part_files import fetched, load_for_training, read_index
+from lightning_diffpipe.modules.part_files import (
+    fetched,
+    frozen_dtypes,
+    load_for_training,
+    read_index,
+)
 from lightning_diffpipe.modules.parts import PartsModule, warn_of_cut
 from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of, spans_of
 from lightning_diffpipe.pipelines.stand_ins import (
@@ -45,7 +50,6 @@ from lightning_diffpipe.pipelines.stand_ins import (
 from lightning_diffpipe.pipelines.trial import find_tail
 from lightning_diffpipe.quantization import quantizations_of, quantize_components
 from lightning_diffpipe.sampling.loop import PipelineCall
-from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import call_of, is_component, load_networks
 
 Expert = Literal["high", "low", "both"]
@@ -169,7 +173,7 @@ class PipelineDiffusion(PartsModule):
     def from_pretrained(
         cls,
         path: str | Path,
-        frozen_dtype: str | torch.dtype | None = None,
+        frozen_dtype: str | torch.dtype | Mapping[str, Any] | None = None,
         quantization: Any = None,
         pipeline_class: str | None = None,
         **kwargs: Any,
@@ -194,12 +198,16 @@ class PipelineDiffusion(PartsModule):
         if pipeline_class is not None:
             opened = _pipeline_class({"_class_name": pipeline_class}, "pipeline_class")
         condition_of(_pipeline_class(index, str(path)) if pipeline_class is None else opened)
-        dtype = dtype_named("frozen_dtype", frozen_dtype)
         names = [name for name, entry in index.items() if is_component(entry)]
+        dtypes = frozen_dtypes(frozen_dtype, names)
         quantizations = quantizations_of(quantization, names)
+
+        def load(path: str, name: str, entry: Sequence[str]) -> Any:
+            return load_for_training(path, name, entry, dtypes[name])
+
         try:
             folder = fetched(str(path))
-            networks = load_networks(folder, index, load=load_for_training, dtype=dtype)
+            networks = load_networks(folder, index, load=load)
             pipeline = opened.from_pretrained(folder, **networks)
         except DiffPipeError:
             raise

@@ -287,10 +287,11 @@ class PaddingProcessor(StandIn):
 
 
 def in_own_precision(vae: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context without autocast for an autoencoder that asks for it (`force_upcast` in its config)."""
+    """Returns a context without autocast for an autoencoder that asks for it: by its config, or when it is read."""
     is_available = torch.amp.is_autocast_available(device.type)  # not so for models on paper
     is_enabled = is_available and torch.is_autocast_enabled(device.type)
-    if is_enabled and getattr(vae.config, "force_upcast", False):
+    asks = getattr(vae, "computes_in_own_type", False) or getattr(vae.config, "force_upcast", False)
+    if is_enabled and asks:
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
@@ -710,19 +711,19 @@ def per_sample(real: Any, places: Sequence[ArgumentPlace], values: Mapping[str, 
         flat, structure = _flat((args, options))
         leaves = dict(flat)
         for place in replaced:
-            # Pipelines that compare the time with a boundary have it on the host.
-            common = leaves[place.path].to(values[place.argument].device)
             numbers = place.factor * values[place.argument][:, place.entry] + place.offset
-            leaves[place.path] = value = numbers.to(common)
-            if place.column is None:
-                value = value.view(-1, *[1] * (common.ndim - 1)).expand(-1, *common.shape[1:])
-                if place.fixed is not None:
-                    value = torch.where(common == place.fixed, common, value)
-                leaves[place.path] = value
-            else:
-                columns = list(common.unbind(-1))
-                columns[place.column] = value
+            # Pipelines that compare the time with a boundary have it on the host.
+            of_all = leaves[place.path].to(numbers.device)
+            numbers = numbers.to(of_all)
+            if place.column is not None:
+                columns = list(of_all.unbind(-1))
+                columns[place.column] = numbers
                 leaves[place.path] = torch.stack(columns, -1)
+                continue
+            numbers = numbers.view(-1, *[1] * (of_all.ndim - 1)).expand(-1, *of_all.shape[1:])
+            if place.fixed is not None:
+                numbers = torch.where(of_all == place.fixed, of_all, numbers)
+            leaves[place.path] = numbers
         args, options = pytree.tree_unflatten(leaves.values(), structure)
         return real(*args, **options)
 

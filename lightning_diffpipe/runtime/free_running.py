@@ -195,14 +195,15 @@ class FreeRunningEngine(Engine):
         return self._finished(self._results_after)
 
     def drain(self) -> list[StepResult]:
-        """Takes back all that is under way, and steps the optimizers; results as for `advance`."""
+        """Runs the batches in flight to their end and steps the optimizers; returns results as `advance` does."""
         if self.is_empty:
             return []
         self._run(self.begin_drain(), None, flushes=True)
-        last = [batch.returned for batch in self._under_way]
+        gradients_returned = [batch.returned for batch in self._under_way]
         results = self._finished(0)
-        for returned in last:
-            self._results.require_returned(returned, self._transport.awaited)
+        # No later batch is started, with which ranks compare them.
+        for of_batch in gradients_returned:
+            self._results.require_returned(of_batch, self._transport.awaited)
         return results
 
     def begin(

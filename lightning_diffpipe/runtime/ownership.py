@@ -63,10 +63,12 @@ def held_for_all_batches(
         return frozenset(name for name in named if name.startswith(prefixes))
 
     names = lambda stage: inside(graph.layers[i] for i in stage.layers)
-    frozen = replace(pieces.frozen, parameters=pieces.frozen.parameters | names(pieces.frozen))
     stages = tuple(replace(s, parameters=s.parameters | names(s) | between) for s in pieces.stages)
     more = between | inside(layer for layer in graph.layers if layer.carries_gradient)
     trained = graph.trained | {name for name in more if named[name].requires_grad}
+    # Where a frozen call leaves out what others train (adapters that are off), a copy of it would grow old.
+    held = pieces.frozen.parameters | names(pieces.frozen) - trained
+    frozen = replace(pieces.frozen, parameters=held)
     return replace(graph, trained=trained), replace(pieces, frozen=frozen, stages=stages)
 
 

@@ -203,12 +203,13 @@ def _refused(what: str) -> GraphError:
     )
 
 
-def _without_graph(out: Any, where: str, given: Sequence[Tensor]) -> Any:
-    """Returns what a layer gave, the same on all ranks: computed from tensors that need gradients, if any do."""
+def _without_graph(out: Any, where: str, inputs: Sequence[Tensor]) -> Any:
+    """Returns a layer's output detached; backward through it raises if `inputs`, which need gradients, are any."""
 
     def refusing(value: Tensor) -> Tensor:
-        real = value.is_floating_point() or value.is_complex()
-        return _Crossing.apply(value.detach(), where, *given) if given and real else value.detach()
+        may_need = value.is_floating_point() or value.is_complex()
+        detached = value.detach()
+        return _Crossing.apply(detached, where, *inputs) if inputs and may_need else detached
 
     return pytree.tree_map_only(Tensor, refusing, out)
 

@@ -245,6 +245,7 @@ class ResultSharing:
     def _filled_in(self, works: Sequence[MicrobatchWork], agreed: Entries) -> Tensor:
         """Returns values and samples, `(2, microbatches, 1 + names)`, loss first; zeros where there is nothing."""
         device, dtype = self._mesh.device, self._mesh.number_dtype
+        names = ("loss", *agreed)
         columns = {name: column for column, name in enumerate(agreed, 1)}
         width = 1 + len(columns)
         zeros = torch.zeros(len(works) * width, dtype=dtype, device=device)
@@ -254,10 +255,10 @@ class ResultSharing:
             if work.loss is None:
                 continue
             metrics = {columns[n]: value for n, value, _ in metrics_in(work.logged) if n in columns}
-            size = _scalar(work.weight, device, dtype)
+            size = _scalar("weight", work.weight, device, dtype)
             for column, value in sorted({0: work.loss, **metrics}.items(), key=itemgetter(0)):
                 start = row * width + column
-                values += [zeros[end:start], _scalar(value, device, dtype)[None]]
+                values += [zeros[end:start], _scalar(names[column], value, device, dtype)[None]]
                 samples += [zeros[end:start], size[None]]
                 end = start + 1
         table = [torch.cat([*parts, zeros[end:]]) for parts in (values, samples)]
@@ -320,15 +321,16 @@ def metrics_in(logged: Iterable[tuple[str, Any, Any]]) -> list[tuple[str, Any, d
     return calls
 
 
-def _scalar(value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _scalar(name: str, value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Returns a number on the device; the host does not wait for the device, as `torch.tensor` would."""
     if isinstance(value, numbers.Real):  # numpy's, too
         return torch.full((), float(value), device=device, dtype=dtype)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach().to(device, dtype, non_blocking=True).reshape(())
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
     raise ConfigurationError(
-        f"self.log was given a {type(value).__name__}; a pipeline can carry numbers and tensors of one "
-        "element to all ranks"
+        f"self.log({name!r}, ...) was given a {type(value).__name__}{shape}; a pipeline can carry numbers and "
+        "tensors of one element, such as value.mean(), to all ranks"
     )
 
 

@@ -501,6 +501,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Lets one rank read a pipeline's batches as one process would; raises ConfigurationError without any."""
         dataloader, mesh, trainer = unaligned(dataloader), self.mesh, self._trainer
+        if mesh is None:  # asked for outside of a run
+            return dataloader
         dataloader = shared_out(dataloader, trainer, **self.distributed_sampler_kwargs)
         length = mesh.from_first(sized_len(dataloader))
         training = trainer.state.stage == RunningStage.TRAINING

@@ -15,11 +15,11 @@ from PIL import Image
 
 from lightning_diffpipe.cli.data import _sheet
 from lightning_diffpipe.data import ImageFolderDataModule
-from lightning_diffpipe.data.buckets import Shape, Sizes
+from lightning_diffpipe.data.buckets import Shape, Sizes, described
 from lightning_diffpipe.errors import ConfigurationError, DataError
 from lightning_diffpipe.training.loader import PipelineLoader, shared_out
 from tests.command import call
-from tests.data.folders import write_clips, write_ratios, write_video
+from tests.data.folders import shards_of, write_clips, write_ratios, write_video
 
 
 def module_of(folder, **options):
@@ -133,7 +133,8 @@ def test_an_epoch_begins_with_the_largest_samples(tmp_path):
 
 def test_what_an_epoch_is_is_said_with_counts(ratios):
     def said(**options):
-        return module_of(ratios, **options).described()
+        data = module_of(ratios, **options)
+        return described(data.train_buckets, data.batch_size, data.last_batch)
 
     assert said(last_batch="filled").startswith(
         "200 samples in 11 buckets make 55 batches of 4; 20 of these are seen again, to fill last batches ("
@@ -432,12 +433,23 @@ def test_a_command_shows_what_is_trained_on(tmp_path, capsys, monkeypatch):
     rows = dict(re.findall(r"^ +(\d+x\d+) +(\d+) +\d+$", out, re.MULTILINE))
     assert sum(map(int, rows.values())) == 36
     assert "36 samples in 5 buckets make 12 batches of 4; 12 of these are seen again" in out
-    assert re.search(rf"longest captions:\n +139 characters  {images}/3.png: 'a long", out)
+    assert re.search(
+        rf"longest captions:\n +139 characters  {images}/3.png \(3.txt\): 'a long", out
+    )
     assert re.search(r"1 left out:\n  .*alone.txt: caption files have no image", out)
     assert re.search(r"1 cannot be read:\n  .*12.png \(12.txt\) cannot be used", out)
     with Image.open(sheet) as drawn:
         assert drawn.height == 5 * (128 + 3 * 18)
         assert len(drawn.getcolors(drawn.width * drawn.height)) > 100
+    (images / "alone.txt").unlink()
+    shards = "data=webdataset", f'data.train_shards="{shards_of(images, tmp_path, 3)}"'
+    code, of_shards, err = call(capsys, monkeypatch, "data", *shards, *command[2:], *skips)
+    assert code == 0, err
+    rows["64x64"] = str(int(rows["64x64"]) - 1)  # no other takes the broken one's place in a stream
+    assert dict(re.findall(r"^ +(\d+x\d+) +(\d+) +\d+$", of_shards, re.MULTILINE)) == rows
+    assert "35 samples in 5 buckets make 12 batches of 4; 13 of these are seen again" in of_shards
+    assert "in an epoch of data.samples_per_epoch=35" in of_shards
+    assert re.search(r"1 cannot be read:\n  12.png \(.*1.tar\) cannot be used", of_shards)
     code, _, err = call(capsys, monkeypatch, "data", f"data.folder={images}", "tokenizer=nowhere")
     assert code == 2
     assert err.splitlines()[-1].startswith("diffpipe data: tokenizer=nowhere cannot be opened: ")

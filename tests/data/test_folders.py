@@ -551,7 +551,9 @@ def test_images_that_are_passed_over_are_counted(tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     for name in ("b.heic", "c.heic", "d.mp4", "a.npz", "README.md", "sizes.json"):
         (tmp_path / name).touch()
-    with pytest.warns(UserWarning, match=r"not trained on, by their endings: 2 \.heic, 1 \.mp4$"):
+    with pytest.warns(
+        UserWarning, match=r"by their endings: 2 \.heic, 1 \.mp4; num_frames=17 .* reads videos"
+    ):
         Listing(tmp_path, needs_captions=False).read("raise")
 
 

@@ -124,3 +124,32 @@ def test_videos_of_shards_are_those_of_folders(tmp_path):
             assert torch.equal(video, of_folder[caption])
     with pytest.raises(DataError, match=r"[03].mp4 has 5 frames, and num_frames=9"):
         list(module_of(shards_of(tmp_path, tmp_path), 4, num_frames=9).train_dataloader())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_share_of_shards_is_held_back(tmp_path, num_workers):
+    """Each sample is either trained on or held back, by its name alone, and is read once for validation."""
+    for i in range(4):
+        files = red_images(range(20 * i, 20 * i + 20)).values()
+        names = (f"{i:02}.{end}" for i in range(20) for end in ("png", "txt"))
+        write_shard(tmp_path / f"{i}.tar", dict(zip(names, files, strict=True)))
+    shards = {"shards": str(tmp_path / "{0..3}.tar"), "repeats": 2}
+    options = {"validation_share": 0.3, "resolution": 8, "batch_size": 4}
+    options["num_workers"] = num_workers
+    data = module_of(shards, 1000, **options)
+    seen = {caption for batch in data.train_dataloader() for caption in batch["caption"]}
+    held_back = [caption for batch in data.val_dataloader() for caption in batch["caption"]]
+    assert 10 < len(held_back) == len(set(held_back)) < 40
+    assert seen == {str(i) for i in range(80)} - set(held_back)
+    of_shards = [{int(c) % 20 for c in held_back if int(c) // 20 == i} for i in range(4)]
+    assert len(set(map(frozenset, of_shards))) == 4, "names are those in shards"
+    assert set(data.held_back_captions(3)) <= set(held_back)
+    looks = list(data.looked_at())
+    assert {look.sample["caption"] for look in looks if not look.repeats} == set(held_back)
+    assert {look.repeats for look in looks} == {0, 2}
+    assert len(looks) == 80
+    if not num_workers:
+        with pytest.raises(ConfigurationError, match=r"all are held back \(validation_share=1\)"):
+            next(iter(module_of(shards, 9, **options | {"validation_share": 1}).train_dataloader()))
+        with pytest.raises(ConfigurationError, match="both hold samples back"):
+            module_of(shards, 9, validation_shards=shards, **options)

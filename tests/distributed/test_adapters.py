@@ -3,10 +3,12 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
-from tests.distributed.scenarios import fit_module
+from tests.distributed.scenarios import check_parity, fit_module
+from tests.distributed.tiny import TinyDiffusion
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_in_turn, run_ranks
 from tests.rows import row
@@ -89,3 +91,61 @@ def test_they_go_on_with_averages_of_lightning_and_a_hook_of_ones_own(averages, 
     start = folder / "epoch=0.ckpt"
     resumed = run_ranks(train, 1, 1, model, tmp_path, 2, start, False, Own, averages)[0]
     torch.testing.assert_close(resumed, straight, rtol=0, atol=1e-10)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer under an adapter that can be turned off."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.is_on = base.requires_grad_(False), True
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x)) if self.is_on else self.base(x)
+
+
+class Preferring(TinyDiffusion):
+    """The same network without its adapters is the reference, as in preference optimization."""
+
+    def __init__(self, reference_comes_first):
+        super().__init__()
+        self.requires_grad_(False)
+        self.reference_comes_first = reference_comes_first
+        for block in self.blocks:
+            block.mix = Adapted(block.mix)
+
+    def reference(self, *inputs):
+        adapters = [module for module in self.modules() if isinstance(module, Adapted)]
+        for adapter in adapters:
+            adapter.is_on = False
+        with torch.no_grad():
+            out = super().denoise(*inputs)
+        for adapter in adapters:
+            adapter.is_on = True
+        return out
+
+    def denoise(self, *inputs):
+        if self.reference_comes_first:
+            reference = self.reference(*inputs)
+            return super().denoise(*inputs) + 0.5 * reference
+        return super().denoise(*inputs) + 0.5 * self.reference(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "first", "strategy"),
+    [
+        (2, False, {}),
+        row(2, True, {}),
+        row(3, False, {"filling": "none"}),
+        row(3, True, {"encoding_ranks": 1}),
+        row(2, False, {"num_stages": 4, "schedule": "v"}),
+    ],
+)
+def test_a_reference_without_adapters_leaves_no_rank_old_ones(num_ranks, first, strategy):
+    """History: ranks that ran the reference ahead kept copies of adapters that other stages train."""
+    check_parity(
+        num_ranks, module_class=Preferring, module={"reference_comes_first": first}, tolerance=1e-9,
+        strategy={"num_stages": num_ranks, **strategy},
+    )  # fmt: skip

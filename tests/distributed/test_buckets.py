@@ -148,11 +148,12 @@ def test_buckets_go_on_in_the_middle_of_an_epoch(tmp_path, kind):
     data = {**OPTIONS, "folder": tmp_path, "buckets": True, "batch_size": 3, **changes}
     data_class = ImageFolderDataModule
     if kind != "folder":
-        del data["folder"], data["validation_share"]
+        del data["folder"]
         if kind == "shards, skip":
             (tmp_path / "4.png").write_bytes((tmp_path / "4.png").read_bytes()[:-30])
         shards = shards_of(tmp_path, tmp_path, 2)
-        data |= {"train_shards": shards, "samples_per_epoch": 15}
+        share = 0.3 if kind == "shards" else 0.0
+        data |= {"train_shards": shards, "samples_per_epoch": 15, "validation_share": share}
         data["on_error"] = "skip" if kind == "shards, skip" else "raise"
         data_class = WebDatasetDataModule
     runs = [(n, data_class, data, tmp_path / f"of_{n}.ckpt") for n in (1, 2)]

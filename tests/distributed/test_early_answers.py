@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.errors import ConfigurationError
-from tests.distributed.scenarios import Recorder, fit_module, make
+from tests.distributed.scenarios import Recorder, fit_module, make, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Samples, TinyDiffusion
 from tests.ranks import run_ranks
 
@@ -71,6 +71,17 @@ def train(rank, world_size, strategy=(), trainer=(), **loading):
     options = {"use_distributed_sampler": True, "max_epochs": 2, **dict(trainer)}
     fit_module(Asks, world_size, loader, strategy, callbacks=[recorder], **options)
     return set(Asks.answers), Asks.made, recorder.rates, recorder.losses
+
+
+def test_the_number_of_steps_is_known_outside_of_a_run():
+    """History: an AttributeError, as nobody had shared the data out yet."""
+    trainer = quiet_trainer(devices=1, strategy=quick_strategy(num_stages=1), max_epochs=2)
+    module, loader = TinyDiffusion().double(), DataLoader(Samples(24), 4)
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module, train_dataloaders=loader)
+    assert trainer.estimated_stepping_batches == 12
+    trainer.fit(module, loader)
+    assert trainer.global_step == trainer.estimated_stepping_batches == 12
 
 
 @pytest.mark.slow

@@ -268,7 +268,8 @@ class Evaluates(TinyDiffusion):
         self.how, self.seen = how, []
 
     def validation_step(self, batch, batch_idx):
-        torch.manual_seed(batch_idx)
+        if self.how != "without a seed":
+            torch.manual_seed(batch_idx)
         self.blocks.train()
         strategy = self.trainer.strategy
         enters = self.how.startswith("whole") and not isinstance(strategy, SingleDeviceStrategy)
@@ -296,6 +297,14 @@ def test_evaluation_draws_what_one_process_draws(how):
     """History: layers that draw were all seeded alike; `whole_model()` in a step waited beyond every limit."""
     expected = evaluate(0, 0, "plainly")
     for found in run_ranks(evaluate, 2, 2, how):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_evaluation_without_a_seed_draws_the_same_on_any_number_of_ranks():
+    """What is drawn follows the run's seed and the batch, so not what plain Lightning has drawn in training."""
+    (expected,) = run_ranks(evaluate, 1, 1, "without a seed")
+    assert len(set(expected)) == 4
+    for found in run_ranks(evaluate, 2, 2, "without a seed"):
         assert found == pytest.approx(expected, rel=1e-9)
 
 

@@ -111,6 +111,53 @@ def test_accumulation_and_clipping_in_two_pipelines(module_class, module, max_st
     )  # fmt: skip
 
 
+class Replaces(TinyDiffusion):
+    """Its own layers with other weights give an estimate: of buffers or of a frozen module, or `computed`."""
+
+    def __init__(self, weights):
+        super().__init__()
+        self.weights, self.names = (
+            weights,
+            [n for n, p in self.named_parameters() if p.requires_grad],
+        )
+        others = [torch.randn_like(self.get_parameter(name)) / 4 for name in self.names]
+        self.others = nn.ParameterList(others if weights == "module" else ()).requires_grad_(False)
+        for index, other in enumerate(others if weights == "buffers" else ()):
+            self.register_buffer(f"other_{index}", other)
+
+    def other(self, index, name):
+        if self.weights == "computed":
+            return 0.9 * self.get_parameter(name)
+        return self.others[index] if self.weights == "module" else getattr(self, f"other_{index}")
+
+    def forward(self, *inputs):
+        return super().denoise(*inputs)
+
+    def denoise(self, *inputs):
+        others = {name: self.other(index, name) for index, name in enumerate(self.names)}
+        with torch.set_grad_enabled(self.weights == "computed"):
+            estimate = torch.func.functional_call(self, others, inputs)
+        return super().denoise(*inputs) + 0.5 * estimate
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "weights", "filling"),
+    [
+        (2, "buffers", "auto"),
+        (2, "module", "auto"),
+        row(2, "computed", "auto"),
+        row(3, "buffers", "shares"),
+        row(3, "module", "none"),
+    ],
+)
+def test_layers_that_are_called_with_other_weights(num_ranks, weights, filling):
+    """History: a run that paused in such a call left others its weights, and they took its gradients."""
+    strategy = {"num_stages": num_ranks, "filling": filling}
+    check_parity(
+        num_ranks, tolerance=1e-9, module_class=Replaces, module={"weights": weights}, strategy=strategy
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "coin", "strategy"),
     [

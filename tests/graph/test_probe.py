@@ -668,3 +668,15 @@ def test_views_of_fake_tensors_are_those_of_real_ones(view, dtype):
         assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
         assert (one.storage_offset(), one.device) == (other.storage_offset(), other.device)
         assert one.untyped_storage()._cdata == fake.untyped_storage()._cdata
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_tensor_that_a_step_copies_is_of_its_mode():
+    """History: the mode was copied, too, with weak references, which were freed twice: the process died.
+
+    A metric of torchmetrics copies the states that it is made with.
+    """
+    mode = TrackedFakeMode()
+    with mode:
+        copied = copy.deepcopy(torch.zeros(3))
+    assert copied.fake_mode is mode

@@ -114,6 +114,23 @@ def test_an_autoencoder_that_asks_for_float32_has_it_beside_bfloat16(make_model,
         assert torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.parametrize("given", [None, "float32", "bfloat16"])
+def test_an_autoencoder_alone_may_be_given_float32(make_model, batch, given, tmp_path):
+    """It computes in it then, beside other parts of another type."""
+    model = make_model()
+    model.vae.register_to_config(force_upcast=False)
+    model.save_pretrained(tmp_path)
+    given = {"vae": given, "text_encoder": "bfloat16"}
+    again = LatentDiffusion.from_pretrained(tmp_path, frozen_dtype=given)
+    assert again.text_encoder.shared.weight.dtype == torch.bfloat16
+    dtype = torch.bfloat16 if given["vae"] == "bfloat16" else torch.float32
+    assert {p.dtype for p in again.vae.parameters()} == {dtype}
+    latents = model.encode_images(batch["image"], sample=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = again.encode_images(batch["image"], sample=False)
+    assert torch.equal(found, latents) == (given["vae"] == "float32")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_lightnings_half_precisions_train(make_model, batch, tmp_path, precision):
@@ -297,6 +314,8 @@ def test_what_is_trained_has_fp32_and_the_rest_the_type_it_is_stored_in(make_mod
     assert {p.dtype for p in again.vae.parameters()} == {torch.float32}, "it asks for that"
     again = LatentDiffusion.from_pretrained(tmp_path, frozen_dtype="bfloat16")
     assert {p.dtype for p in again.vae.parameters()} == {torch.bfloat16}
+    with pytest.raises(ConfigurationError, match="names the component 'decoder'; this model has"):
+        LatentDiffusion.from_pretrained(tmp_path, frozen_dtype={"decoder": "bfloat16"})
     with pytest.raises(ConfigurationError, match="frozen_dtype='int4'; choose bfloat16, float16"):
         LatentDiffusion.from_pretrained(tmp_path, frozen_dtype="int4")
 

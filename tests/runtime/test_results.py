@@ -93,6 +93,18 @@ def test_numbers_of_any_kind_are_logged(sharing, number):
 
 
 @pytest.mark.parametrize(
+    ("value", "kind"),
+    [(torch.ones(2, 1), r"Tensor of shape \(2, 1\)"), ("3", "str"), (None, "NoneType")],
+)
+def test_what_is_no_number_is_named_with_its_metric(sharing, value, kind):
+    """History: the error told its type only, of a step that may log dozens."""
+    with pytest.raises(
+        ConfigurationError, match=rf"^self\.log\('bad', \.\.\.\) was given a {kind};"
+    ):
+        shared(sharing, works({"good": 1.0, "bad": value}))
+
+
+@pytest.mark.parametrize(
     "options", [{"reduce_fx": lambda values: values}, {"sync_dist_group": (n for n in ())}]
 )
 def test_options_that_cannot_travel_are_named_with_their_metric(sharing, options):

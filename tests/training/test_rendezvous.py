@@ -95,7 +95,7 @@ def test_who_does_not_come_is_named(meet_at, caplog):
     """History: torch said nothing for half an hour, and then how many had come."""
     for error in come(meet_at, 2, 4, 3.0, notice_s=1.0):
         assert re.search(r"rank [01] could not meet all of 4 ranks at 127\.0\.0\.1:\d+", str(error))
-        assert "within 3 s: ranks 2, 3 have not come; it starts slowly, has stopped" in str(error)
+        assert "within 3 s: ranks 2, 3 have not come: slow to start, stopped" in str(error)
     assert "within 1 s: ranks 2, 3 have not come" in caplog.text
     assert "it waits up to 3 s" in caplog.text
 
@@ -153,7 +153,7 @@ class BeyondADeadLink(dist.HashStore):
     [
         (True, "nobody has opened that place: rank 0, or the"),
         # History: rank 1 stood for ever in a call to the store.
-        (False, "rank 0 has not come; it starts slowly"),
+        (False, "rank 0 has not come: slow to start"),
     ],
 )
 def test_a_place_that_is_closed_or_never_answers_is_given_up(

@@ -815,6 +815,35 @@ PIPELINES: dict[str, TinyPipeline] = {
         VIDEO,
         edits=True,
     ),
+    "SanaImageToVideoPipeline": TinyPipeline(
+        with_denoiser(
+            GEMMA2 | WAN_VAE | FLOW, "SanaVideoTransformer3DModel", in_channels=16, out_channels=16,
+            caption_channels=16,
+        ),
+        {"complex_human_instruction": None, "frames": 5, **SHORT},
+        VIDEO,
+        drawn=UNBINNED,
+        edits=True,
+    ),
+    "ChronoEditPipeline": TinyPipeline(
+        with_denoiser(
+            WAN | FLOW | {"image_encoder": clip_vision, **CLIP_IMAGES}, "ChronoEditTransformer3DModel",
+            in_channels=36, out_channels=16,
+        ),
+        FRAMES,
+        VIDEO,
+        edits=True,
+    ),
+    "AnimateDiffSDXLPipeline": TinyPipeline(SDXL | MOTION, FRAMES, VIDEO),
+    "Flux2KleinKVPipeline": TinyPipeline(
+        with_denoiser(
+            PATCHED | SHIFTING | {
+                "text_encoder": language_model("Qwen3", "ForCausalLM"), "tokenizer": long_tokenizer,
+            },
+            "Flux2Transformer2DModel", **PACKED, guidance_embeds=False,
+        ),
+        SHORT | {"text_encoder_out_layers": (1,)},
+    ),
 }  # fmt: skip
 
 
