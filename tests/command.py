@@ -68,16 +68,23 @@ def run_on_forks(*arguments, cwd):
 
     Those take a processor seven seconds in each process that is none of the test's forks.
     """
-    # History: a free port that the system chose went to a connection of another test before it was used.
-    for port in random.SystemRandom().sample(range(20000, 32000), 100):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            break
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place = meeting_place()
     texts = [str(argument) for argument in arguments]
     ranks = run_ranks(_run_here, 2, texts, cwd, place, group_timeout_s=None, timeout_s=240)
     codes, outputs, errors = zip(*ranks, strict=True)
     code = next(filter(None, codes), 0)
     return subprocess.CompletedProcess(arguments, code, "".join(outputs), "".join(errors))
+
+
+def meeting_place():
+    """Returns the environment by which processes find each other.
+
+    History: a free port that the system chose went to a connection of another test before it was used.
+    """
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            break
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def _run_here(rank, arguments, cwd, place):

@@ -8,6 +8,8 @@ needs a number, and an argument that differs (another crop, a dropped caption) i
     arguments of a group -- per sample --> keys -- all known? --> outputs from the store
                                                  '-- else ----> run the whole group, store what was missing
 
+New samples are not run alone, as a smaller group has other last bits.
+
 What depends on noise or timesteps would never be found again. `repeatable` finds such layers by running the step
 twice with different seeds; a VAE's posterior is sampled after its layers, so that its moments are stored and every
 epoch samples again.

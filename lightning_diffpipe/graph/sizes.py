@@ -88,7 +88,12 @@ def layer_sizes(module: nn.Module, graph: LayerGraph, name: str | None = None) -
             )
         )
     backbone = BackboneProfile("backbone", tuple(layers), skips=skips(graph), passes=passes(graph))
-    return ModelProfile(name or type(module).__name__, (backbone,), _encoders(graph, sizes))
+    return ModelProfile(
+        name or type(module).__name__,
+        (backbone,),
+        _encoders(graph, sizes),
+        quantized=any(sizes[key] < p.nbytes for key, p in module.named_parameters()),
+    )
 
 
 def _encoders(graph: LayerGraph, sizes: Mapping[str, int]) -> tuple[EncoderProfile, ...]:

@@ -371,6 +371,7 @@ class ModelProfile:
     Attributes:
         memory_bytes_per_s: Rate at which the device reads and writes its memory; None if unknown, as in profiles
             that were measured.
+        quantized: Whether some weights are stored in fewer bits than their type has.
 
     Raises:
         ProfileError: No backbone, a backbone without layers, names used twice, or encoders that
@@ -381,6 +382,7 @@ class ModelProfile:
     backbones: tuple[BackboneProfile, ...]
     encoders: tuple[EncoderProfile, ...] = ()
     memory_bytes_per_s: float | None = None
+    quantized: bool = False
 
     def __post_init__(self) -> None:
         if not self.backbones:

@@ -1,15 +1,18 @@
 """The error where no plan fits into memory: the bytes that are short, and the smallest changes that would fit.
 
 Changes are planned like anything else, so each comes with the step it promises: an option that was set, then
-the model (encoders out of memory, adapters, 4 bits), then more ranks.
+the model (adapters, 4 bits, encoders out of memory), smaller batches and more ranks, several of them together where
+no single one suffices.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from lightning_diffpipe.errors import DiffPipeError, PlanError
 from lightning_diffpipe.planning.bounds import StageNeeds
@@ -35,9 +38,13 @@ from lightning_diffpipe.planning.proposals import (
     shapes,
 )
 from lightning_diffpipe.planning.savings import checkpointed, recomputable, streamable, streamed
+from lightning_diffpipe.planning.schedules import SCHEDULES
 
 REMEDY_S = 5.0
 """Seconds spent on each option that might help where no plan fits."""
+
+REMEDIES_S = 60.0
+"""Seconds spent on all changes of model, batch and ranks, alone and together."""
 
 WORTH_FREEING = 0.05
 """Share of the memory that encoders, or optimizer states, have to take for ranks to be planned without them."""
@@ -47,6 +54,9 @@ ADAPTER_SHARE = 0.02
 
 SHARE_OF_4_BITS = 0.28
 """Size of weights in 4 bits, with the scales of their blocks, as a share of that in 16."""
+
+MOST_NAMED = 2
+"""Remedies on the same ranks that are named."""
 
 Plans = Callable[[ModelProfile, Cluster, PlanOptions, float, float], list[PipelinePlan]]
 """Finds plans that fit into memory with a step below some seconds, until some time by `time.perf_counter()`."""
@@ -133,7 +143,7 @@ def nothing_fits(
         )
     remedy = _other_options(profile, cluster, options, plans)
     remedy = remedy or _other_models(profile, cluster, options, plans)
-    remedy = remedy or "use more ranks or smaller batches"
+    remedy = remedy or "use devices with more memory, or smaller samples"
     return PlanError(f"no plan fits into {limits or f'{limit:,}'} bytes a rank: {reason}; {remedy}")
 
 
@@ -165,10 +175,29 @@ def _other_options(
     return f"{together} together would fit" if together else ""
 
 
+class _Change(NamedTuple):
+    """What is changed, in words, and what it makes of a profile; of ranks and batches where it is not 0."""
+
+    words: str
+    of_profile: Callable[[ModelProfile], ModelProfile] | None = None
+    num_ranks: int = 0
+    num_batches: int = 0
+    encodes_first: bool = False
+
+
+class _Remedy(NamedTuple):
+    """Changes that would fit, in the order in which they are preferred."""
+
+    num_changes: int
+    num_ranks: int
+    step_s: float
+    words: str
+
+
 def _other_models(
     profile: ModelProfile, cluster: Cluster, options: PlanOptions, plans: Plans
 ) -> str:
-    """Returns which smaller models, and how many ranks, would fit, with the step of each."""
+    """Returns the fewest changes of model and batch that would fit, and those with more ranks, with their steps."""
     free = replace(
         options,
         num_stages="auto",
@@ -179,30 +208,74 @@ def _other_models(
         checkpointing="auto",
         streaming="auto",
     )
+    kinds, until_s = _changes(profile, options), time.perf_counter() + REMEDIES_S
+
+    def ranks_of(changes: Sequence[_Change]) -> int:
+        return max(cluster.num_ranks, *(change.num_ranks for change in changes))
+
+    def step_s(changes: Sequence[_Change]) -> float | None:
+        changed, batches = profile, max(1, *(change.num_batches for change in changes))
+        for change in changes:
+            changed = change.of_profile(changed) if change.of_profile else changed
+        narrowed = replace(
+            free,
+            global_batch_size=free.global_batch_size // batches,
+            encode_first=free.encode_first or any(change.encodes_first for change in changes),
+        )
+        wider = replace(cluster, num_ranks=ranks_of(changes))
+        plan = _planned(changed, wider, narrowed, plans, until_s)
+        return batches * plan.planned.iteration_s if plan else None
+
+    def fewest(always: Sequence[Sequence[_Change]], most: int) -> list[_Remedy]:
+        """Returns what would fit of one change of each kind of as few kinds as possible."""
+        every = [kind[-1] for kind in (*kinds, *always)]
+        on_whole_batches = [change for change in every if not change.num_batches]
+        if not any(step_s(some) for some in (on_whole_batches, every) if some):
+            return []
+        for count in range(max(len(always), 1), most + 1):
+            found = list[_Remedy]()
+            for chosen in itertools.combinations(kinds, count - len(always)):
+                for changes in itertools.product(*chosen, *always):
+                    if seconds := step_s(changes):
+                        words = " and ".join(change.words for change in changes)
+                        words = f"{words} ({seconds:.3g} s a step)"
+                        found.append(_Remedy(count, ranks_of(changes), seconds, words))
+                        break
+            if found:
+                return sorted(found)
+        return []
+
+    remedies = fewest((), len(kinds))[:MOST_NAMED]
+    count, most = cluster.num_ranks, remedies[0].num_changes if remedies else len(kinds) + 1
+    more = [n for n in (count + 1, 2 * count, 4 * count, 8 * count) if n < 65]
+    if more and not (cluster.rank_memory_bytes or cluster.rank_speeds):
+        remedies += fewest([[_Change(f"{n} ranks", num_ranks=n) for n in more]], most)[:1]
+    remedies.sort(key=lambda remedy: remedy.num_changes)
+    return " or ".join(remedy.words for remedy in remedies) + " would fit" if remedies else ""
+
+
+def _changes(profile: ModelProfile, options: PlanOptions) -> list[list[_Change]]:
+    """Returns what may be changed on the same ranks: of each kind the smallest change first."""
+    kinds = list[list[_Change]]()
+    if _trains_most(profile):
+        kinds.append([_Change("adapters in place of all weights", _as_adapters)])
+    if not profile.quantized:
+        kinds.append([_Change("model.quantization=nf4", _in_4_bits)])
+    if encoded_first(profile) != profile:
+        kinds.append([_Change("encode_first=true", encoded_first, encodes_first=True)])
+    size, schedule = options.global_batch_size, SCHEDULES.get(options.schedule)
+    counts = [n for n in dict.fromkeys((2, size)) if size % n == 0 and size > 1]
+    if counts and (schedule is None or schedule.flushes):  # else gradients are not accumulated
+        kinds.append([
+            _Change(f"trainer.accumulate_grad_batches={n} with batches of {size // n}", num_batches=n)
+            for n in counts
+        ])  # fmt: skip
+    return kinds
+
+
+def _trains_most(profile: ModelProfile) -> bool:
     trained = sum(layer.gradient_bytes for layer in profile.layers)
-    frozen = sum(layer.parameter_bytes for layer in profile.layers) - trained
-    if trained > frozen:
-        adapters = _as_adapters(profile)
-        tries = [
-            ("adapters in place of all weights", adapters, cluster.num_ranks),
-            ("adapters and model.quantization=nf4", _in_4_bits(adapters), cluster.num_ranks),
-        ]
-    else:
-        tries = [("model.quantization=nf4", _in_4_bits(profile), cluster.num_ranks)]
-    first = encoded_first(profile)
-    if first != profile:
-        tries.insert(0, ("encode_first=true", first, cluster.num_ranks))
-    if not (cluster.rank_memory_bytes or cluster.rank_speeds):
-        count = cluster.num_ranks
-        more_ranks = (n for n in (count + 1, 2 * count, 4 * count, 8 * count) if n < 65)
-        tries += [(f"{n} ranks", profile, n) for n in more_ranks]
-    remedies = dict[bool, str]()  # the smallest change of the model, and that of the ranks
-    for what, changed, num_ranks in tries:
-        wider, more = replace(cluster, num_ranks=num_ranks), num_ranks > cluster.num_ranks
-        narrowed = replace(free, encode_first=options.encode_first or changed is first)
-        if more not in remedies and (plan := _planned(changed, wider, narrowed, plans)):
-            remedies[more] = f"{what} ({plan.planned.iteration_s:.3g} s a step)"
-    return f"{' or '.join(remedies.values())} would fit" if remedies else ""
+    return 2 * trained > sum(layer.parameter_bytes for layer in profile.layers)
 
 
 def _as_adapters(profile: ModelProfile) -> ModelProfile:
@@ -225,8 +298,11 @@ def _as_adapters(profile: ModelProfile) -> ModelProfile:
 def _in_4_bits(profile: ModelProfile) -> ModelProfile:
     """Returns the profile with frozen weights of 16 bits stored in 4, and a scale for each block of them.
 
-    Each use reads them and writes plain ones; where it is unknown how fast, that takes no time.
+    Each use reads them and writes plain ones; where it is unknown how fast, that takes no time. Where most weights
+    are trained, it is the same: such a model is not quantized.
     """
+    if _trains_most(profile):
+        return profile
     s_per_byte = (1 + SHARE_OF_4_BITS) / (profile.memory_bytes_per_s or math.inf)
 
     def changed(layer: LayerProfile) -> LayerProfile:
@@ -262,10 +338,16 @@ def _with_layers(
 
 
 def _planned(
-    profile: ModelProfile, cluster: Cluster, options: PlanOptions, plans: Plans
+    profile: ModelProfile,
+    cluster: Cluster,
+    options: PlanOptions,
+    plans: Plans,
+    until_s: float = math.inf,
 ) -> PipelinePlan | None:
+    """Returns the fastest plan that is found within `REMEDY_S`, and until some time; None if none is."""
+    until_s = min(until_s, time.perf_counter() + REMEDY_S)
     try:
-        candidates = plans(profile, cluster, options, math.inf, time.perf_counter() + REMEDY_S)
+        candidates = plans(profile, cluster, options, math.inf, until_s)
     except DiffPipeError:
         return None
     return min(candidates, key=lambda plan: plan.planned.iteration_s, default=None)

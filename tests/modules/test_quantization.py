@@ -214,6 +214,7 @@ def test_plans_on_paper_count_the_size_of_quantized_weights():
         for setting in (None, "nf4")
     )
     assert "quantized (nf4)" in small.name
+    assert (plain.quantized, small.quantized) == (False, True), "which no remedy quantizes again"
     for before, after in zip(
         (plain.backbones[0], *plain.encoders), (small.backbones[0], *small.encoders), strict=True
     ):

@@ -217,8 +217,8 @@ def test_memory_that_cannot_fit_says_by_how_much_and_what_would_fit():
         "num_microbatches=4), 80 too many; num_stages=4 would fit"
     )
     assert find_plan(profile, cluster, PlanOptions(8)).num_stages == 4
-    with pytest.raises(PlanError, match="use more ranks or smaller batches"):
-        find_plan(profile, Cluster(2, memory_bytes=100), PlanOptions(8))
+    with pytest.raises(PlanError, match="use devices with more memory, or smaller samples"):
+        find_plan(profile, Cluster(2, memory_bytes=10), PlanOptions(8))
 
 
 PLAN = find_plan(

@@ -1,5 +1,6 @@
 """Memory bought with time: what is recomputed, who holds the encoders, and what would fit where neither helps."""
 
+import functools
 import random
 import re
 from dataclasses import replace
@@ -24,6 +25,7 @@ from lightning_diffpipe.planning.profile import (
 )
 from lightning_diffpipe.planning.savings import checkpointed
 from lightning_diffpipe.planning.search import find_plan
+from lightning_diffpipe.planning.shortage import _as_adapters, _in_4_bits
 from tests.planning.profiles import best_step_s
 
 
@@ -179,6 +181,72 @@ def test_4_bits_that_would_fit_are_streamed_and_dequantized():
         says = f"model.quantization=nf4 ({step_s:.3g} s a step) would fit"
         with pytest.raises(PlanError, match=re.escape(says)):
             find_plan(profile, Cluster(1, memory_bytes=200), PlanOptions(4))
+
+
+def with_frozen(frozen_bytes, encoder_bytes, kept=100):
+    layers = (
+        replace(layer(name, kept=kept), parameter_bytes=frozen_bytes + 1, gradient_bytes=1)
+        for name in "abcd"
+    )
+    text = EncoderLayerProfile("text", Seconds.per_sample(1.0), encoder_bytes, 1)
+    return replace(profile_of(layers), encoders=(EncoderProfile("text", (text,), cacheable=True),))
+
+
+CHANGES = {
+    "adapters in place of all weights": lambda profile, *rest: (_as_adapters(profile), *rest),
+    "model.quantization=nf4": lambda profile, *rest: (_in_4_bits(profile), *rest),
+    "encode_first=true": lambda profile, cluster, options: (
+        profile, cluster, replace(options, encode_first=True),
+    ),
+}  # fmt: skip
+
+
+def changed(what, profile, cluster, options):
+    """One change of a remedy, made."""
+    if what.endswith(" ranks"):
+        return profile, replace(cluster, num_ranks=int(what.split()[0])), options
+    if batches := re.match(r"trainer.accumulate_grad_batches=\d+ with batches of (\d+)$", what):
+        return profile, cluster, replace(options, global_batch_size=int(batches[1]))
+    return CHANGES[what](profile, cluster, options)
+
+
+@pytest.mark.parametrize(
+    ("profile", "num_ranks", "memory_bytes", "counts"),
+    [
+        (FOUR, 1, 500, [1, 1]),
+        (FOUR, 2, 200, [2, 2]),
+        (with_frozen(400, 200), 1, 500, [2]),
+        (with_frozen(400, 2000), 2, 800, [2, 2, 2]),
+        (with_frozen(100, 300, kept=400), 1, 500, [3]),
+        (with_frozen(100, 300, kept=400), 2, 500, [2, 3]),
+        (replace(with_frozen(400, 200), quantized=True), 2, 700, [1]),
+    ],
+)
+def test_remedies_that_are_named_do_fit_and_no_fewer_changes_would(
+    profile, num_ranks, memory_bytes, counts
+):
+    case = profile, Cluster(num_ranks, memory_bytes=memory_bytes), PlanOptions(4)
+    with pytest.raises(PlanError) as error:
+        find_plan(*case)
+    _, _, remedy = str(error.value).partition("too many; ")
+    named = [
+        re.match(r"(.*) \((\S+) s a step\)$", words).groups()
+        for words in remedy.removesuffix(" would fit").split(" or ")
+    ]
+    assert [len(what.split(" and ")) for what, _ in named] == counts, remedy
+    assert not profile.quantized or "nf4" not in remedy
+    for what, seconds in named:
+        changes = what.split(" and ")
+        *all_but_one, full = (
+            functools.reduce(lambda made, what: changed(what, *made), some, case)
+            for some in (*combinations(changes, len(changes) - 1), changes)
+        )
+        plan = find_plan(*full)
+        batches = 4 // plan.options.global_batch_size
+        assert batches * plan.planned.iteration_s == pytest.approx(float(seconds), rel=0.01)
+        for fewer in all_but_one:
+            with pytest.raises(PlanError):
+                find_plan(*fewer)
 
 
 def test_the_encoders_lie_on_fewer_ranks_where_all_would_be_too_full():
