@@ -445,7 +445,7 @@ def broken_shard(folder):
 
 def test_samples_of_shards_that_cannot_be_read_are_named(shards, tmp_path):
     data = data_of(broken_shard(tmp_path))
-    raw = list(data._stored(data._train, None))
+    raw = list(data._stored(False, None, 0, 1))
     weights = {files["__url__"]: 1.0 for files in raw}
     for index, reason in (
         (1, r"1.png \(.*0.tar\) cannot be used: .*"),
