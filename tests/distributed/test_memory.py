@@ -27,8 +27,8 @@ def measured(folder, *arguments):
     command = [sys.executable, script, "--folder", folder, "--json", rows, *arguments]
     users = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run(
-        list(map(str, command)), env=users | meeting_place(), capture_output=True, text=True
-    )
+        list(map(str, command)), env=users | meeting_place(), timeout=600, capture_output=True, text=True
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(rows.read_text())["rows"]
 
@@ -40,13 +40,6 @@ def test_no_phase_takes_more_than_the_plan_says_and_the_libraries(tmp_path):
         by_rank[row["rank"]][row["phase"]] = row["GiB"]
     for peaks in by_rank.values():
         limit = 1.15 * peaks.pop("planned") + LIBRARIES_GIB
-        phases = {
-            "opening",
-            "probing the step",
-            "profiling layers",
-            "training",
-            "saving",
-            "sampling",
-        }
-        assert phases <= peaks.keys()
+        phases = "opening", "probing the step", "profiling layers", "training", "saving", "sampling"
+        assert peaks.keys() >= set(phases)
         assert max(peaks.values()) <= limit, (limit, by_rank)

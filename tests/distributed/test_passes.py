@@ -116,10 +116,8 @@ class Replaces(TinyDiffusion):
 
     def __init__(self, weights):
         super().__init__()
-        self.weights, self.names = (
-            weights,
-            [n for n, p in self.named_parameters() if p.requires_grad],
-        )
+        self.weights = weights
+        self.names = [name for name, p in self.named_parameters() if p.requires_grad]
         others = [torch.randn_like(self.get_parameter(name)) / 4 for name in self.names]
         self.others = nn.ParameterList(others if weights == "module" else ()).requires_grad_(False)
         for index, other in enumerate(others if weights == "buffers" else ()):
