@@ -275,7 +275,9 @@ class AttributeWrites:
     ) -> None:
         self._between, self._inside, self.num_set = between, inside, 0
         self._root, self._kinds = root, {type(module) for module in root.modules()}
-        self._weights = {id(module): dict(module._parameters) for module in root.modules()}
+        self._weights = {
+            id(module): module._parameters | module._buffers for module in root.modules()
+        }
         self._swapped: set[Attribute] = set()
         self._modules = {id(module): name for name, module in root.named_modules()}
         self._parameters = {id(parameter): name for name, parameter in root.named_parameters()}
@@ -339,7 +341,10 @@ class AttributeWrites:
 
     def compare(self, layer: str) -> None:
         """Records what differs from the beginning of the step, when a layer is called or has returned."""
-        self._swapped |= self._other_weights(self._root.get_submodule(layer))
+        path = layer.split(".")
+        above = (self._root.get_submodule(".".join(path[:depth])) for depth in range(len(path)))
+        inside = self._root.get_submodule(layer).modules()
+        self._swapped |= self._other_weights(itertools.chain(above, inside))
         if self._unmoved:
             moved = {attribute for attribute in self._unmoved if not self._is_as_before(attribute)}
             self._unmoved -= moved
@@ -348,7 +353,7 @@ class AttributeWrites:
 
     def toggled(self) -> frozenset[Attribute]:
         """Returns, when the step has ended, what differed in between."""
-        swapped = self._swapped - self._other_weights(self._root)
+        swapped = self._swapped - self._other_weights(self._root.modules())
         return frozenset(swapped.union(filter(self._is_as_before, self._moved)))
 
     def left(self) -> frozenset[Attribute]:
@@ -381,13 +386,13 @@ class AttributeWrites:
                 increments[attribute] = now - last
         return increments
 
-    def _other_weights(self, module: nn.Module) -> set[Attribute]:
-        """Returns parameters in whose place there is, for now, another tensor, as in `functional_call`."""
+    def _other_weights(self, modules: Iterable[nn.Module]) -> set[Attribute]:
+        """Returns parameters and buffers in whose place is, for now, another tensor, as in `functional_call`."""
         return {
             (self._modules[id(part)], name)
-            for part in module.modules()
+            for part in modules
             for name, before in self._weights.get(id(part), {}).items()
-            if part._parameters.get(name) is not before
+            if _table(part, name).get(name) is not before
         }
 
     def _now(self, attribute: Attribute) -> Any:
@@ -403,12 +408,16 @@ class AttributeWrites:
             return bool(owner.requires_grad == before)
 
 
+def _table(module: nn.Module, name: str) -> dict[str, Any]:
+    """Returns where a module has its parameter, buffer or attribute of this name."""
+    tables = module._parameters, module._buffers
+    return next((table for table in tables if name in table), vars(module))
+
+
 def _shown(module: nn.Module, name: str) -> Any:
-    """Returns a parameter or an attribute of a module, or else the number of its class that it hides."""
-    if name in module._parameters:
-        return module._parameters[name]
+    """Returns a tensor or an attribute of a module, or else the number of its class that it hides."""
     of_class = inspect.getattr_static(type(module), name, _MISSING)
-    return module.__dict__.get(name, of_class if type(of_class) is int else _MISSING)
+    return _table(module, name).get(name, of_class if type(of_class) is int else _MISSING)
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -444,12 +453,10 @@ class Attributes:
         for (owner, name), value in zip(self._places, values, strict=True):
             if not isinstance(owner, nn.Module):
                 owner.requires_grad_(value)
-            elif name in owner._parameters:
-                owner._parameters[name] = value
             elif value is _MISSING:
-                vars(owner).pop(name, None)
+                _table(owner, name).pop(name, None)
             else:
-                vars(owner)[name] = value
+                _table(owner, name)[name] = value
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:

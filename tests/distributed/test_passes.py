@@ -112,7 +112,10 @@ def test_accumulation_and_clipping_in_two_pipelines(module_class, module, max_st
 
 
 class Replaces(TinyDiffusion):
-    """Its own layers with other weights give an estimate: of buffers or of a frozen module, or `computed`."""
+    """Its own layers with other weights give an estimate: of buffers or of a frozen module, or `computed`.
+
+    With `gains` other buffers take part, too.
+    """
 
     def __init__(self, weights):
         super().__init__()
@@ -120,8 +123,13 @@ class Replaces(TinyDiffusion):
         self.names = [name for name, p in self.named_parameters() if p.requires_grad]
         others = [torch.randn_like(self.get_parameter(name)) / 4 for name in self.names]
         self.others = nn.ParameterList(others if weights == "module" else ()).requires_grad_(False)
-        for index, other in enumerate(others if weights == "buffers" else ()):
+        for index, other in enumerate(others if weights in ("buffers", "gains") else ()):
             self.register_buffer(f"other_{index}", other)
+        self.gains = {}
+        for index, block in enumerate(self.blocks if weights == "gains" else ()):
+            block.register_buffer("gain", torch.tensor(1.5))
+            block.register_forward_hook(lambda block, given, out: block.gain * out)
+            self.gains[f"blocks.{index}.gain"] = 0.5 + index
 
     def other(self, index, name):
         if self.weights == "computed":
@@ -133,6 +141,7 @@ class Replaces(TinyDiffusion):
 
     def denoise(self, *inputs):
         others = {name: self.other(index, name) for index, name in enumerate(self.names)}
+        others |= {name: torch.tensor(gain).to(inputs[0]) for name, gain in self.gains.items()}
         with torch.set_grad_enabled(self.weights == "computed"):
             estimate = torch.func.functional_call(self, others, inputs)
         return super().denoise(*inputs) + 0.5 * estimate
@@ -146,6 +155,8 @@ class Replaces(TinyDiffusion):
         row(2, "computed", "auto"),
         row(3, "buffers", "shares"),
         row(3, "module", "none"),
+        (2, "gains", "auto"),
+        row(3, "gains", "auto"),
     ],
 )
 def test_layers_that_are_called_with_other_weights(num_ranks, weights, filling):

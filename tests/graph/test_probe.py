@@ -461,6 +461,39 @@ def test_attributes_that_a_step_sets_are_noted(mode):
     assert graph.left == {("", "calls")}
 
 
+class Shifted(Block):
+    """Has tensors of its own around its layer, as modulation tables of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(16))
+        self.register_buffer("gain", torch.ones(16))
+
+    def forward(self, x):
+        return self.gain * super().forward(x + self.shift)
+
+
+class OtherWeights(Untrained):
+    block = Shifted
+    others = ("blocks.1.shift", "blocks.1.gain", "blocks.1.linear.bias")
+
+    def training_step(self, batch, batch_idx):
+        estimate = torch.func.functional_call(
+            self.blocks[1], {n.removeprefix("blocks.1."): torch.ones(16) for n in self.others}, (batch,)
+        )  # fmt: skip
+        return self.run(self.encoder(batch) + estimate).pow(2).mean()
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+@pytest.mark.parametrize("share", [1 / 4, 1 / 40])
+def test_weights_in_whose_place_there_are_others_for_a_while_are_noted(share, mode):
+    """History: those of a container whose layers are cut stayed in place where a frozen run paused."""
+    root = OtherWeights()
+    graph = probe(root, step, rows(), max_share=share, mode=mode)
+    assert ("blocks.1.linear" in graph.layer_names) == (share == 1 / 40)
+    assert graph.toggled == {tuple(name.rsplit(".", 1)) for name in root.others}
+
+
 GENERATOR = torch.Generator()
 
 
