@@ -58,9 +58,10 @@ def data(config: DictConfig) -> None:
     print(f"{counts[0]} files to train on, {counts[1]} held back\n")
     print(f"{'size':>22} {'samples':>8} {'batches':>8}   of an epoch")
     buckets = grouped(shapes)
-    batches = BucketBatches([], module.batch_size, module.last_batch or "dropped", shuffle=False)
+    last = module.last_batch or "dropped"
     for shape, members in buckets.items():
-        print(f"{shape!s:>22} {len(members):8d} {batches.num_batches(len(members)):8d}")
+        num_batches = len(BucketBatches([members], module.batch_size, last, shuffle=True))
+        print(f"{shape!s:>22} {len(members):8d} {num_batches:8d}")
     print(f"\n{described(buckets, module.batch_size, module.last_batch)}")
     if is_stream:
         print(
@@ -71,7 +72,7 @@ def data(config: DictConfig) -> None:
     print("\nlongest captions:")
     for called in longest:
         print(f"  {count(captions[called])[1]}  {called}: {captions[called][:70]!r}")
-    for what, errors in (("left out", module.left_out), ("cannot be read", broken)):
+    for what, errors in (("left out", [*module.left_out]), ("cannot be read", broken)):
         if errors:
             more = f"\n  and {len(errors) - _MOST} more" if len(errors) > _MOST else ""
             print(f"\n{len(errors)} {what}:", *errors[:_MOST], sep="\n  ", end=f"{more}\n")

@@ -171,7 +171,7 @@ class WebDatasetDataModule(CaptionedDataModule):
             With the last one images may have no caption.
 
     Attributes:
-        left_out: Errors of what this process has left out.
+        left_out: What this process has left out, each once: the texts of its errors.
 
     Raises:
         ImportError: The package webdataset is missing.
@@ -222,7 +222,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         import webdataset  # of the extra lightning-diffpipe[webdataset]
 
         self._webdataset = webdataset
-        self.left_out: list[DataError] = []
+        self.left_out: dict[str, None] = {}
         self._left_out = torch.zeros(1 + num_workers, dtype=torch.int64).share_memory_()
         train_shards = Source.plain(train_shards, "shards", self._train)
         num_frames = list(num_frames) if isinstance(num_frames, Sequence) else num_frames
@@ -324,7 +324,7 @@ class WebDatasetDataModule(CaptionedDataModule):
 
     def _count_left_out(self, error: Exception) -> None:
         worker = get_worker_info()
-        self.left_out.append(DataError(str(error)))  # without frames, which hold what was read
+        self.left_out[str(error)] = None
         self._left_out[worker.id + 1 if worker else 0] += 1
         _log.warning("left out (on_error=skip): %s", error)
 

@@ -289,7 +289,7 @@ def _attributes_restored(
 
     `alone` says that `modules` are all those of `root`; else a run may note what was done once and for all.
     """
-    # The types of the attributes that are restored, by whose they are.
+    # The types of the attributes that are restored, by their owner.
     owners: dict[Any, tuple[type, ...]] = {root: (Iterator,)}
     owners |= dict.fromkeys(_users_code(root), (*_STATES, Iterator))
     owners |= dict.fromkeys(modules, (object,) if alone else (*_STATES, list, Iterator))

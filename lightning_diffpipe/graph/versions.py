@@ -187,7 +187,7 @@ _State = tuple[list[Tensor | None], list[int], list[int]]
 class Versions:
     """Versions of a module's tensors, which tell whether one was written in place, or replaced, since.
 
-    So do numbers and texts of parts of it, in dicts, too, but for those that have changed when versions are noted:
+    So do numbers and texts of parts of it, in dicts, too, but for those that had changed by then:
     what runs in between changes them itself.
 
     A write through `.data` is seen by 16 elements, spread over the tensor. On GPUs they count until the optimizer

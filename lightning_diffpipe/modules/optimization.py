@@ -183,7 +183,7 @@ class Optimization:
             num_steps = math.inf
         # Outside of steps weights are the averages: for validation, samples, checkpoints.
         if switches_weights(optimizer):
-            optimizer.register_step_post_hook(lambda stepped, *_: stepped.eval())
+            optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.eval())
         factor: Callable[[int], float] = lambda step: self.factor(step, num_steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {

@@ -390,7 +390,7 @@ class PartsModule(L.LightningModule):
             path: Folder with `model_index.json`, or a hub id.
             frozen_dtype: Type of what is not trained, of all parts or in a mapping of some by their names; None for
                 that in which each part is stored, but for an autoencoder that asks for float32
-                (`force_upcast`). One that is given float32 computes in it beside `bf16-mixed`, too. What
+                (`force_upcast`). One that is given float32 computes in it under `bf16-mixed`, too. What
                 is trained has float32.
             quantization: Format to which each rank quantizes its frozen linear layers: `"nf4"`, `"int8"`,
                 `"float8"`, or more; for all components but autoencoders, or by their names. See

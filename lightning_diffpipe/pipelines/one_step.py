@@ -456,7 +456,10 @@ class OneStep:
         further = {n: v for n, v in further.items() if n not in by_sample}
         pipeline_times = timesteps
         if self.time is not None:
-            pipeline_times = torch.tensor(self.time, dtype=timesteps.dtype)
+            # Compared with a boundary on the host, which knows its value; else computed with on the device.
+            is_compared = self.span != (0.0, math.inf)
+            place = "cpu" if is_compared else timesteps.device
+            pipeline_times = torch.full((), self.time, dtype=timesteps.dtype, device=place)
             by_sample[TIME] = timesteps[:, None]
         readers = self._readers(parts, dtype)
         attributes = vars(pipeline)

@@ -67,7 +67,7 @@ def held_for_all_batches(
     more = between | inside(layer for layer in graph.layers if layer.carries_gradient)
     trained = graph.trained | {name for name in more if named[name].requires_grad}
     # Where a frozen call leaves out what others train (adapters that are off), a copy of it would grow old.
-    held = pieces.frozen.parameters | names(pieces.frozen) - trained
+    held = pieces.frozen.parameters | (names(pieces.frozen) - trained)
     frozen = replace(pieces.frozen, parameters=held)
     return replace(graph, trained=trained), replace(pieces, frozen=frozen, stages=stages)
 

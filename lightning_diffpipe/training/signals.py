@@ -44,7 +44,7 @@ def stopping_at_signals(trainer: Any) -> Iterator[None]:
     def stop(signum: int, frame: Any) -> None:
         if os.getpid() != process:  # forked, with this handler
             _die(b"")
-        elif not (connector._original_handlers and watcher.at_sigterm == "agree"):  # else noted
+        elif not (connector._original_handlers and watcher.at_sigterm == "agree"):  # else recorded
             watcher.note_signal()
             raise stop_by_signal()
 

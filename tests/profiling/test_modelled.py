@@ -225,7 +225,7 @@ NOT_ON_PAPER = {
     "NucleusMoEImagePipeline", "QwenImagePipeline", "SanaSprintPipeline", "ZImagePipeline",
     "HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline",
     "Kandinsky5T2VPipeline", "MochiPipeline", "SkyReelsV2DiffusionForcingPipeline",
-    "QwenImageEditPipeline", "QwenImageEditPlusPipeline", "SanaImageToVideoPipeline", *ANIMATED,
+    "QwenImageEditPipeline", "QwenImageEditPlusPipeline", *ANIMATED,
 }  # fmt: skip
 
 

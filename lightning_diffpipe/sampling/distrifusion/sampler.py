@@ -367,7 +367,7 @@ def emulate(
         if not torch.allclose(of_band, latents, rtol=0.0, atol=0.0, equal_nan=True):
             name = type(request.scheduler).__name__
             raise ConfigurationError(
-                f"bands 0 and {rank} of {num_bands} stepped to other latents: {name} or the request's closure "
+                f"bands 0 and {rank} of {num_bands} came to other latents: {name} or the request's closure "
                 "uses torch's default generator, which these bands share as threads of one process; give "
                 "it a generator or a seed of its own, or sample with processes"
             )
