@@ -222,6 +222,8 @@ class StepProbe:
         out, output_tags, tail = self._followed(tracer)
         if tree is not None and tree.names != tracer.names:
             raise _OtherCallsError
+        # A fold does not wrap containers without layers inside, which the finer graph has seen called.
+        watched = frozenset(uncalled_owners(self.module, tracer.called, layers))
         loss_nodes = set(nodes_below([loss_of(out).grad_fn]))
         tail_tags, trained = unfolded(tail), self._trained(loss_nodes)
         seeded = known.seeded if known else {r.name for r in tracer.records if r.drew}
@@ -238,7 +240,7 @@ class StepProbe:
             fine_names=tuple(tracer.fine_names),
             seeded=frozenset(seeded),
             leaky=known.leaky if known else frozenset(leaky),
-            watched=frozenset(uncalled_owners(self.module, tracer.called, layers)),
+            watched=watched & known.watched if known else watched,
             signature=batch_signature(self.batch),
             num_samples=count_samples(self.batch, self.batch_spec),
             mode=self.mode,
@@ -293,6 +295,7 @@ class StepProbe:
             return out, returned, returned | tracer.provenance.control | tracer.logged
         except LeakError as error:
             layer, reader = error.layer, error.reader
+            tracer.attributes.undo()
         # Not above: as its context that error would keep the module alive, fake tensors and all.
         raise LayerLeakError(tracer.records[layer].name, reader)
 

@@ -296,18 +296,32 @@ class AttributeWrites:
         Their own classes are changed, as Python forgets all that it knows of a class and those below it whenever it
         is: below `nn.Module` are thousands.
         """
-        setters = {kind: kind.__setattr__ for kind in self._kinds}
-        originals = {kind: vars(kind).get("__setattr__") for kind in self._kinds}
-        for kind, original in setters.items():
-            kind.__setattr__ = self._recording(original)  # type: ignore[method-assign, assignment]
+        recording = {"__setattr__": self._recording, "__delattr__": self._recording_deletion}
+        replaced = [
+            (kind, name, vars(kind).get(name), recorded(getattr(kind, name)))
+            for kind in self._kinds
+            for name, recorded in recording.items()
+        ]
+        for kind, name, _, recorder in replaced:
+            setattr(kind, name, recorder)
         try:
             yield
         finally:
-            for kind, before in originals.items():
+            for kind, name, before, _ in replaced:
                 if before is None:
-                    del kind.__setattr__
+                    delattr(kind, name)
                 else:
-                    kind.__setattr__ = before  # type: ignore[method-assign]
+                    setattr(kind, name, before)
+
+    def _recording_deletion(self, original: Callable[..., None]) -> Callable[..., None]:
+        def delete_attribute(module: nn.Module, name: str) -> None:
+            if (
+                module_name := self._modules.get(id(module))
+            ) is not None and name in module.__dict__:
+                self._record((module_name, name), module, module.__dict__[name])
+            original(module, name)
+
+        return delete_attribute
 
     def _recording(self, original: Callable[..., None]) -> Callable[..., None]:
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
@@ -351,6 +365,12 @@ class AttributeWrites:
             self._moved |= moved
         self._at_layer = {attribute: self._now(attribute) for attribute in self._of_glue}
 
+    def undo(self) -> None:
+        """Restores what a step has set that ended with an error, but for notes of what is done once and for all."""
+        for attribute, (_, before) in self._before.items():
+            if not self._is_done_once(attribute):
+                Attributes(self._root, [attribute]).restore([before])
+
     def toggled(self) -> frozenset[Attribute]:
         """Returns, when the step has ended, what differed in between."""
         swapped = self._swapped - self._other_weights(self._root.modules())
@@ -359,18 +379,20 @@ class AttributeWrites:
     def left(self) -> frozenset[Attribute]:
         """Returns, when the step has ended, what was set between layers and not restored.
 
-        Without notes that something was done once and for all: a model of transformers notes that it has hooks,
-        and would get them again in every run if its note were taken back. Such names are private; that of a coin
-        which a step keeps is not.
+        Without notes of what is done once and for all.
         """
-
-        def is_done_once(attribute: Attribute) -> bool:
-            owner, before = self._before[attribute]
-            is_private = attribute[1].startswith("_")
-            return is_private and before is _MISSING and owner.__dict__.get(attribute[1]) is True
-
         left = self._of_glue - self.toggled()
-        return frozenset(itertools.filterfalse(is_done_once, left))
+        return frozenset(itertools.filterfalse(self._is_done_once, left))
+
+    def _is_done_once(self, attribute: Attribute) -> bool:
+        """Returns whether an attribute notes that something was done once and for all.
+
+        A model of transformers notes that it has hooks, and would get them again in every run if its note were
+        taken back. Such names are private; that of a coin which a step keeps is not.
+        """
+        owner, before = self._before[attribute]
+        is_private = attribute[1].startswith("_")
+        return is_private and before is _MISSING and owner.__dict__.get(attribute[1]) is True
 
     def counters(self) -> dict[Attribute, int]:
         """Returns, when the step has ended, integers that glue changed, and by how much after the last layer."""

@@ -461,6 +461,45 @@ def test_attributes_that_a_step_sets_are_noted(mode):
     assert graph.left == {("", "calls")}
 
 
+class Continues(nn.Linear):
+    """Adds what it gave for the part before, as convolutions of video autoencoders do, until that is deleted."""
+
+    kept = None
+
+    def clear(self):
+        del self.kept
+        self.kept = None
+
+    def forward(self, x):
+        before, self.kept = self.kept, super().forward(x)
+        return self.kept if before is None else self.kept + before
+
+
+class InParts(Untrained):
+    """Encodes two parts, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(Continues(16, 16)).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        assert self.encoder[0].kept is None, "a run before this one has left it"
+        x = self.encoder(batch) + self.encoder(2 * batch)
+        self.encoder[0].clear()
+        return self.run(x).pow(2).mean()
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+def test_what_a_layer_keeps_between_its_calls_does_not_outlive_a_run_that_is_given_up(mode):
+    """History: EasyAnimate's autoencoder failed in the run that followed, and on ranks as if never seen called."""
+    root, batch = InParts().double(), rows().double()
+    graph = check_stages(root, batch, 1 / 40, mode=mode)
+    assert graph.leaky == {"encoder.0"}, "it is expanded in another run"
+    folded, _ = fold(root, step, batch, graph, [3])
+    assert not graph.watched
+    assert not folded.watched
+
+
 class Shifted(Block):
     """Has tensors of its own around its layer, as modulation tables of transformers."""
 

@@ -835,6 +835,24 @@ PIPELINES: dict[str, TinyPipeline] = {
         edits=True,
     ),
     "AnimateDiffSDXLPipeline": TinyPipeline(SDXL | MOTION, FRAMES, VIDEO),
+    "EasyAnimatePipeline": TinyPipeline(
+        with_denoiser(
+            FLOW | {
+                "vae": of(
+                    diffusers.AutoencoderKLMagvit, norm_num_groups=2, **levels("SpatialTemporal") | {
+                        "down_block_types": ("SpatialDownBlock3D", *["SpatialTemporalDownBlock3D"] * 3),
+                        "up_block_types": ("SpatialUpBlock3D", *["SpatialTemporalUpBlock3D"] * 3),
+                    },
+                ),
+                "text_encoder": vision_language_model("Qwen2VL", "ForConditionalGeneration"),
+                "tokenizer": long_tokenizer,
+            },
+            "EasyAnimateTransformer3DModel", text_embed_dim=16,
+        ),
+        FRAMES,
+        VIDEO,
+        drawn={"negative_prompt": ""},
+    ),
     "Flux2KleinKVPipeline": TinyPipeline(
         with_denoiser(
             PATCHED | SHIFTING | {
