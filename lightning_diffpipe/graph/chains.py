@@ -96,7 +96,7 @@ def _why_connected(graph: LayerGraph) -> str:
                     "downsampled image, with noise), and give each conditioning layers of its own"
                 )
     frozen = sorted({_owner(graph.layers[i].name) for i in graph.frozen})
-    if frozen:
+    if frozen and graph.path:
         return (
             f"there is one backbone that is trained, {_owner(graph.path_names[0])}; frozen are "
             f"{', '.join(frozen)}, which run in bubbles (filling=auto). Train both, or use schedule=1f1b"

@@ -205,7 +205,7 @@ class FrozenView(View):
         differences = {} if self._samples_compared else self._differences(call, seed, groups)
         for name, difference in differences.items():
             raise GraphError(
-                f"{name} mixes samples, or a layer it reads does: run on samples {groups[0][0]} to "
+                f"{name} mixes samples, or what it reads does: run on samples {groups[0][0]} to "
                 f"{groups[-1][1]} of {num_samples} in {len(groups)} groups, it differs by "
                 f"{difference:.1e} from a run on all. Keep microbatches whole: strategy."
                 f"frozen_group_size={num_samples}, or the size of a larger microbatch; where "
@@ -223,15 +223,14 @@ class FrozenView(View):
     def _differences(
         self, call: Callable[[], Any], seed: int, groups: tuple[Samples, ...]
     ) -> dict[str, float]:
-        """Returns by how much results differ between a run in groups and one on all samples, where they do."""
-        whole, part = self._whole(call, seed, ()), self._whole(call, seed, groups)
-        start, stop = groups[0][0], groups[-1][1]
-        differences: dict[str, float] = {}
-        for key, value in part.items():
-            expected = self.graph.spec(key).rows_of(whole[key], start, stop)
-            difference = relative_difference(value, expected)
-            if difference > tolerance_of(self.graph, self.cut.layers, value):
-                differences[self.graph.layers[key[0]].name] = difference
+        """Returns by how much results differ between runs on groups and one on all samples, where they do."""
+        whole, differences = self._whole(call, seed, ()), dict[str, float]()
+        for start, stop in groups:  # by themselves: code between layers may mix samples, too
+            for key, value in self._whole(call, seed, ((start, stop),)).items():
+                expected = self.graph.spec(key).rows_of(whole[key], start, stop)
+                difference = relative_difference(value, expected)
+                if difference > tolerance_of(self.graph, self.cut.layers, value):
+                    differences[self.graph.layers[key[0]].name] = difference
         return differences
 
 

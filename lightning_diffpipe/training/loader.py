@@ -169,10 +169,10 @@ class PipelineLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if not self._is_read:
-            return
-        if self._seed is None:
-            yield from self._source
-            return
+            return iter(())
+        return iter(self._source) if self._seed is None else self._seeded_pass()
+
+    def _seeded_pass(self) -> Iterator[Any]:
         yield from self._batches()
         if self._place is not None:
             # Counted where passes end: Lightning may begin one twice before it takes a batch.

@@ -49,6 +49,7 @@ from lightning_diffpipe.training.plan_source import (
 )
 from lightning_diffpipe.training.refusals import (
     refuse_ahead,
+    refuse_changing_step,
     refuse_one_chain,
     refuse_untrainable,
     warn_of_whole_compiled,
@@ -106,6 +107,7 @@ def prepare(
                 probed = on_all_ranks(probe_all, world)
             with raised_by_all():
                 require_equal(probed.graph.digest, world)
+                refuse_changing_step(probed.graph)
                 refuse_one_chain(probed.chains, options)
             # One that reads a clock may have found another.
             sequences = replace(probed.sequences, carried=agree(probed.sequences.carried, world))

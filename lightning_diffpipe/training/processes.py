@@ -24,7 +24,6 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -137,7 +136,6 @@ class ProcessHooks(ParallelStrategy):
         if self.root_device.type == "cuda" and self.world_size > 1:
             ask_for_queues()
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         self._backend = self._backend or _get_default_process_group_backend_for_device(
             self.root_device

@@ -468,8 +468,8 @@ def refuse_backward_hooks(module: nn.Module, graph: LayerGraph, plan: PipelinePl
             )
 
 
-def refuse_written_weights(graph: LayerGraph, plan: PipelinePlan) -> None:
-    """Refuses steps that change weights, themselves or in layers: for every microbatch, and on every stage."""
+def refuse_changing_step(graph: LayerGraph) -> None:
+    """Refuses steps that change weights outside of layers: for every microbatch, and on every stage."""
     if graph.glue_parameter_writes:
         raise ConfigurationError(
             f"training_step changes {len(graph.glue_parameter_writes)} parameters itself, e.g. "
@@ -478,6 +478,10 @@ def refuse_written_weights(graph: LayerGraph, plan: PipelinePlan) -> None:
             "self.trainer.strategy.is_resident(name); if they follow other weights (a momentum teacher, a target "
             "network), inside `with self.trainer.strategy.whole_model():`, on all ranks"
         )
+
+
+def refuse_written_weights(graph: LayerGraph, plan: PipelinePlan) -> None:
+    """Refuses layers that change weights in their forward, where it runs more than once or on several ranks."""
     if plan.num_microbatches == 1 and plan.ranks_per_pipeline == 1:
         return
     for layer in graph.layers:

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 
 from lightning_diffpipe.runtime.results import ResultSharing
-from tests.distributed.scenarios import fit_module, make, on_ranks
-from tests.distributed.tiny import Data, TinyDiffusion
+from tests.distributed.scenarios import fit_module, make, on_ranks, quick_strategy, quiet_trainer
+from tests.distributed.tiny import Data, Samples, TinyDiffusion
 from tests.ranks import RankError, run_ranks
 from tests.rows import row
 
@@ -306,6 +307,33 @@ def test_evaluation_without_a_seed_draws_the_same_on_any_number_of_ranks():
     assert len(set(expected)) == 4
     for found in run_ranks(evaluate, 2, 2, "without a seed"):
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+class EvaluatesTwice(Evaluates):
+    test_step = Evaluates.validation_step
+
+
+def evaluate_alone(rank, world_size, fits):
+    """Returns losses and numbers of two validations and a test; a fit leaves the generators as they were."""
+    trained, module = (make(EvaluatesTwice, how="without a seed") for _ in range(2))
+    torch.manual_seed(7 + rank)  # as processes have it without seed_everything
+    strategy = {"strategy": quick_strategy(num_stages=world_size)} if world_size else {}
+    trainer = quiet_trainer(devices=max(world_size, 1), max_steps=1, **strategy)
+    if fits:
+        trainer.fit(trained, Data())
+    data = DataLoader(Samples(12), 6, shuffle=True)
+    for run in (trainer.validate, trainer.validate, trainer.test):
+        run(module, data, verbose=False)
+    return module.seen
+
+
+@pytest.mark.parametrize(("world_size", "fits"), [(1, False), (1, True), (2, True)])
+def test_evaluation_by_itself_draws_what_plain_lightning_draws(world_size, fits):
+    """History: each run began with the seed of `seed_everything`, so that two validations drew the same noise."""
+    expected = evaluate_alone(0, 0, fits=False)
+    assert len(set(expected)) == 12
+    for found in run_ranks(evaluate_alone, world_size, world_size, fits):
+        assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from tests.distributed.scenarios import (
     on_ranks,
     weights_of,
 )
-from tests.distributed.tiny import Data, Samples, TinyDiffusion
+from tests.distributed.tiny import WIDTH, Data, Encoder, Samples, TinyDiffusion
 from tests.ranks import RankError, run_in_turn, run_ranks
 from tests.rows import row
 
@@ -61,6 +61,20 @@ class MixesSamples(TinyDiffusion):
     def __init__(self, **options):
         super().__init__(**options)
         self.over_samples = OverSamples()
+
+
+class ComparesPairs(TinyDiffusion):
+    """A frozen reference gets the latents of all samples, and then of all again, as for preferences."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.reference = Encoder().requires_grad_(False)
+        self.back = torch.nn.Linear(WIDTH, 3).requires_grad_(False)
+
+    def denoise(self, noisy, t, text):
+        given = self.back(torch.cat([noisy, noisy.flip(1)])).transpose(1, 2)
+        first, second = self.reference(given)[..., :WIDTH].chunk(2)
+        return super().denoise(noisy, t, text) + first * second
 
 
 class OverSamples(torch.nn.Module):
@@ -339,6 +353,13 @@ def test_layers_that_mix_samples_are_not_split():
     assert outcome.basis.profile.whole_encoders
     up_front, _ = compare(2, **settings)
     assert up_front == [True, False, False]
+
+
+def test_code_that_mixes_samples_between_frozen_layers():
+    """History: a rank that had a part of a microbatch took zeros for the other half of a pair."""
+    strategy = {"num_stages": 2, "frozen_group_size": 1}
+    (outcome, _), _ = check_parity(2, module_class=ComparesPairs, strategy=strategy)
+    assert not outcome.plan.options.frozen_splittable
 
 
 def test_a_plan_that_would_split_layers_that_mix_samples_ends_the_run():

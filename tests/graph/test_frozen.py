@@ -397,6 +397,28 @@ def test_encoders_that_mix_samples_are_refused():
             view.whole(lambda: step(root, rows()), seed=1, samples=(0, 2))
 
 
+class Compared(Encoded):
+    """A frozen layer reads what another gives of all samples and then of all again, or of the sample before."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.judge = how, Encoder().requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        latents = self.encoder(batch)
+        other = latents.roll(1, 0) if self.how == "before" else torch.cat([latents, 0.5 * latents])
+        return F.mse_loss(self.run(latents), latents) + self.judge(other).mean()
+
+
+@pytest.mark.parametrize("how", ["before", "all again"])
+def test_code_between_layers_that_mixes_samples_is_found(how):
+    """History: groups were compared together, where none is missing; a pair's other half was then zeros."""
+    with frozen_view(root := Compared(how)) as view:
+        assert view.mixing(lambda: step(root, rows()), seed=1) == {"judge"}
+        with pytest.raises(GraphError, match="judge mixes samples, or what it reads does"):
+            view.whole(lambda: step(root, rows()), seed=1, samples=(0, 2))
+
+
 class OfItsSize(Encoder):
     """Rounds as bfloat16 does, otherwise for every number of samples, and makes float32 of it."""
 

@@ -211,3 +211,26 @@ def test_weights_that_take_much_memory_before_they_are_cut_are_told(monkeypatch)
     with built_in_files(root := nn.Module()):
         root.layer = nn.Linear(64, 2**13, bias=False)
     assert built_bytes(root) == 0
+
+
+class Resets(L.LightningModule):
+    """Gives its only layer new weights in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12, 1)
+
+    def training_step(self, batch, batch_idx):
+        self.layer.weight.data = torch.ones_like(self.layer.weight.data)
+        return self.layer(batch["image"].flatten(1)[:, :12]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+
+def test_a_step_that_replaces_all_weights_is_refused_by_name():
+    """History: nothing was left that is trained, which was an IndexError."""
+    with pytest.raises(
+        ConfigurationError, match=r"changes 1 parameters itself, e\.g\. layer\.weight"
+    ):
+        fit_module(Resets)
