@@ -190,8 +190,7 @@ class Replayed(_Asked):
             if self._real is None:
                 raise ConfigurationError(
                     f"{self._path} is on rank 0 only, which did not ask for its {name} in its first run, without "
-                    "callbacks. All ranks call these: encode before the request, and look at images where "
-                    "torch.distributed.get_rank() == 0"
+                    "callbacks. All ranks call these: encode before the request, and look at images on rank 0 alone"
                 )
             return getattr(self._real, name)(*args, **kwargs)
 
