@@ -143,7 +143,8 @@ class Call:
         num_samples: Samples of the request.
         step_arguments: Further arguments of `scheduler.step`, such as `eta`.
         channels: Channels of a prediction that the loop looks at; None means all.
-        mixes: Tensors whose rows the loop's own code combines: `"latents"`, `"predictions"`.
+        mixes: Tensors whose rows the loop's own code combines: `"latents"`, `"predictions"`; `"noise"` where it
+            samples some by default generators.
         by_place: Attention may treat rows by their place in the batch, which is not cut into branches then.
         rows: Rows of the latents that this rank computes; None means all.
         mine: Samples that this rank computes; None means all.

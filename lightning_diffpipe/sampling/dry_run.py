@@ -43,6 +43,7 @@ from lightning_diffpipe.sampling.loop import (
     with_own_generators,
 )
 from lightning_diffpipe.sampling.record import LoopEnds, Record, copied
+from lightning_diffpipe.sampling.schedulers import random_states
 
 _OF_PROMPTS = ("prompt", "prompts", "class_labels", "prompt_embeds")
 _PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
@@ -77,6 +78,7 @@ def dry_run_of(call: PipelineCall) -> Call:
         request.phases = again.request.phases
     reads_latents = bool(in_loop - record.controls.keys())
     mixes = {"latents"} if reads_latents else set[str]()
+    mixes |= {"noise"} if first.samples_noise else set()
     for what in ("latents", "predictions"):
         if what not in mixes and mixes_rows(request.pipeline, min(2, num_steps), what):
             mixes.add(what)
@@ -108,6 +110,7 @@ class _ObservedRun:
         request: The `Call` that the run has observed.
         record: Answers of the parts, if they are recorded.
         timesteps: One for each step.
+        samples_noise: Whether the loop's own code samples by default generators.
     """
 
     def __init__(self, call: PipelineCall, num_steps: int | None) -> None:
@@ -117,12 +120,14 @@ class _ObservedRun:
         self._parts, self._num_steps = call.parts, num_steps
         self._processors = attention_processors(call.parts)
         self._calls: dict[str, list[dict[str, Any]]] = {}  # since the last step, by denoiser
-        self._is_looping = self._predicts_more = False
+        self._is_looping = self._predicts_more = self.samples_noise = False
+        self._random_states: list[Tensor] = []  # where the loop's own code begins
         recorded = self.record if num_steps is None else None
         _run(call, self._on_denoise, self._on_step, recorded, lambda: self._is_looping)
 
     def _on_denoise(self, name: str, arguments: dict[str, Any]) -> Any:
         self._is_looping = True
+        self._look_for_noise()
         self.record.in_loop |= self.record.asked_last
         self._calls.setdefault(name, []).append(copied(arguments))  # pipelines may write into them
         out = predicted_zeros(self._parts[name], arguments, math.nan)
@@ -144,7 +149,15 @@ class _ObservedRun:
         self._calls.clear()
         if len(self.timesteps) == self._num_steps:
             raise LoopEnds
-        return step.take(step.prediction.nan_to_num())
+        self._look_for_noise()
+        output = step.take(step.prediction.nan_to_num())
+        self._random_states = random_states(self.request.pipeline.device)
+        return output
+
+    def _look_for_noise(self) -> None:
+        now = random_states(self.request.pipeline.device)
+        self.samples_noise |= not all(map(torch.equal, self._random_states, now))
+        self._random_states = now
 
     def _add_calls(self, step: Step) -> None:
         phases, denoisers = self.request.phases, tuple(sorted(self._calls))
@@ -193,37 +206,59 @@ def _refuse_predicted_variance(step: Step) -> None:
 def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:
     """Returns whether the loop's own code combines rows of latents or predictions.
 
-    The first half of the rows of `what` ("latents" or "predictions") is NaN. No row of the second half may be so
-    in what denoiser and scheduler are given.
+    The first half of the rows of `what` ("latents" or "predictions") is changed: to NaN, and to other numbers,
+    since with NaN no comparison is true. What denoiser and scheduler are given of the second half has to stay.
     """
-    is_mixed, num_left = False, num_steps
+    plain, *changed = (_second_halves(call, num_steps, what, x) for x in (1.0, math.nan, 9.0))
+    return any(len(x) != len(plain) or not all(map(torch.equal, plain, x)) for x in changed)
+
+
+def _second_halves(call: PipelineCall, num_steps: int, what: str, factor: float) -> list[Tensor]:
+    """Returns what a loop is given of the second half of the rows, if the first is multiplied; none if it fails."""
+    halves, num_left, seeds = list[Tensor](), num_steps, itertools.count()
     latents_after = torch.empty(0)  # latents after the last step
 
+    def half(x: Tensor, is_second: bool) -> Tensor:
+        axis = 1 if x.ndim == 3 else -2
+        size = x.shape[axis] // 2
+        return x.narrow(axis, size, x.shape[axis] - size) if is_second else x.narrow(axis, 0, size)
+
+    def with_other_half(x: Tensor) -> Tensor:
+        x = x.clone()
+        half(x, is_second=False).mul_(factor)
+        return x
+
     def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
-        nonlocal is_mixed
         latents = arguments[latents_name(arguments)]
         if what == "latents" and (
             latents.ndim == latents_after.ndim or latents.ndim > latents_after.ndim >= 4
         ):
-            axis = 1 if latents.ndim == 3 else -2
-            size = latents_after.shape[axis] // 2
-            is_mixed |= bool(latents.narrow(axis, size, latents.shape[axis] - size).isnan().any())
+            halves.append(half(latents, is_second=True).clone())
         zeros = predicted_zeros(call.parts[name], arguments)
-        noise = [_random(x, len(x)) for x in zeros]
-        return Prediction(map(_half_marked, noise) if what == "predictions" else noise)
+        noise = [_random(x, next(seeds)) for x in zeros]
+        return Prediction(map(with_other_half, noise) if what == "predictions" else noise)
 
     def on_step(step: Step) -> Any:
-        nonlocal is_mixed, num_left, latents_after
-        marked = _half_marked(torch.zeros_like(step.prediction)).isnan()
-        is_mixed |= bool((step.prediction.isnan() & ~marked).any())
+        nonlocal num_left, latents_after
+        halves.append(half(step.prediction, is_second=True).clone())
         num_left -= 1
-        if is_mixed or not num_left:
+        if not num_left:
             raise LoopEnds
         latents_after = step.sample.nan_to_num()
-        return step.answer(_half_marked(latents_after) if what == "latents" else latents_after)
+        return step.answer(with_other_half(latents_after) if what == "latents" else latents_after)
 
-    _run(call, on_denoise, on_step)
-    return is_mixed
+    return halves if _runs_marked(call, on_denoise, on_step) else []
+
+
+def _runs_marked(call: PipelineCall, *given: Any, **options: Any) -> bool:
+    """Runs a call with NaN among its numbers; returns whether its own code computes with them, as SVD does not."""
+    try:
+        _run(call, *given, **options)
+    except (torch.OutOfMemoryError, InseparableError):
+        raise
+    except Exception:
+        return False
+    return True
 
 
 def _run(
@@ -238,14 +273,6 @@ def _run(
 def _random(like: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(like.shape, generator=generator).to(like)
-
-
-def _half_marked(x: Tensor) -> Tensor:
-    """Returns a copy with NaN in the first half of the rows, or of the tokens."""
-    axis = 1 if x.ndim == 3 else -2
-    x = x.clone()
-    x.narrow(axis, 0, x.shape[axis] // 2).fill_(math.nan)
-    return x
 
 
 # ------------------------------------------------------------------------------------ samples
@@ -299,8 +326,7 @@ def _copies_first_prediction(call: Call) -> bool:
         is_copied = bool(step.prediction.isnan().any())
         raise LoopEnds
 
-    _run(_for_trial(call.pipeline), on_denoise, on_step)
-    return is_copied
+    return not _runs_marked(_for_trial(call.pipeline), on_denoise, on_step) or is_copied
 
 
 def _rows_per_sample(call: Call, num: int) -> tuple[dict[str, int], str]:
@@ -366,7 +392,8 @@ class _MarkedSampleRun:
                 parts[name] = copy.copy(part)
                 vars(parts[name])["decode"] = self._decode
         run = replace(_for_trial(call.pipeline), parts=parts)
-        _run(run, self._on_denoise, self._on_step, after=self._refuse_marked)
+        if not _runs_marked(run, self._on_denoise, self._on_step, after=self._refuse_marked):
+            raise InseparableError("its loop fails where a sample is NaN")
 
     def _on_denoise(self, name: str, arguments: dict[str, Any]) -> Any:
         latents = arguments[latents_name(arguments)]

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from diffusers import ConfigMixin
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -139,6 +140,8 @@ class PipelineCall:
                 return _stepping_by(part, controls.forgotten_after(on_step))
             if name in self.denoisers:
                 return answered_by(part, _of_samples(controls.read_by(on_denoise, name)))
+            if isinstance(part, ConfigMixin) and not isinstance(part, nn.Module):
+                part = copy.deepcopy(part)  # guiders count steps, and have momentum
             if record is not None:
                 return Recorder(part, name, record, is_looping)
             if name in replayed.controls:
@@ -207,8 +210,9 @@ def _recorded(method: Callable[..., Any], record: Record | None) -> Callable[...
     @functools.wraps(method)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         before = {name: [*answers] for name, answers in record.answers.items()}
+        record.is_encoding = True
         answer = method(*args, **kwargs)
-        record.answers = before
+        record.answers, record.is_encoding = before, False
         record.answers.setdefault(method.__name__, []).append(answer)
         return copied(answer)
 
@@ -390,13 +394,13 @@ class StepOutput(NamedTuple):
 
 
 class Prediction(tuple):
-    """The result of a denoiser: a tuple, or an object with `sample`."""
+    """The result of a denoiser: a tuple, or an object with `sample`, or another name of its only tensor."""
 
     __slots__ = ()
 
-    @property
-    def sample(self) -> Tensor:
-        """The prediction."""
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return self[0]
 
 

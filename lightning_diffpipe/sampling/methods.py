@@ -356,6 +356,12 @@ def refuse_request(call: Call, options: MethodOptions) -> None:
             "a callback is given the latents of a step, which under PipeFusion ends for one patch after the "
             "other; leave it out, or take on_step=, num_patches=1 or another method"
         )
+    if patches > 1 and "noise" in call.mixes:
+        raise ConfigurationError(
+            f"{call.pipeline.name} samples noise between its steps by torch's default generator, which under "
+            "PipeFusion would be other noise for each patch; give it a generator there, or take num_patches=1 or "
+            "another method"
+        )
 
 
 class Worker:

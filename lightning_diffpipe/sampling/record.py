@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from lightning_diffpipe.errors import ConfigurationError
+
 _MODES = ("eval", "train", "requires_grad_", "to")
 """Methods of a module that pipelines call for their effect."""
 
@@ -42,6 +44,7 @@ class Record:
             values, by the shapes of their inputs.
         asked_last: Parts that were called since the last call of the denoiser; in the end, those of the tail.
         num_decoded: Rows that were to be decoded; None if the call ended without.
+        is_encoding: Whether prompts are being encoded, of which the loop, too, is given the true answers.
     """
 
     answers: dict[str, list[Any]] = field(default_factory=dict)
@@ -50,6 +53,7 @@ class Record:
     controls: dict[str, dict[str, Any]] = field(default_factory=dict)
     asked_last: set[str] = field(default_factory=set)
     num_decoded: int | None = None
+    is_encoding: bool = False
 
     def on(self, device: torch.device | str) -> Record:
         """Returns the record with its tensors on a device."""
@@ -125,7 +129,8 @@ class Recorder(_Asked):
     def _ask(self, name: str, args: Any, kwargs: Any) -> Any:
         path, record = f"{self._path}.{name}", self._record
         ask = functools.partial(getattr(self._real, name), *args, **kwargs)
-        if not self._is_looping():
+        shapes = [x.shape for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+        if record.is_encoding or not (shapes and self._is_looping()):
             answer = ask()
             if not isinstance(answer, Iterator):
                 record.answers.setdefault(path, []).append(answer)
@@ -137,9 +142,6 @@ class Recorder(_Asked):
         if name == "decode" and isinstance(self._real, nn.Module):
             record.num_decoded = len(next(iter((*args, *kwargs.values()))))
             raise LoopEnds
-        shapes = [x.shape for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)]
-        if not shapes:
-            return ask()
         # Latents are not real here, so that one answer of a shape is as good as another.
         record.asked_last.add(self._path.partition(".")[0])
         by_shape = self.__dict__.setdefault("_known", {})
@@ -176,6 +178,8 @@ class Replayed(_Asked):
             inner = getattr(self._real, name, None)
             return Replayed(path, self._record, inner, self._device, self._counts)
         if self._real is None:
+            if callable(getattr(self.__class__, name, None)):
+                return lambda *args, **kwargs: self._ask(name, args, kwargs)
             raise AttributeError(
                 f"{self._path} is on rank 0 only, which was not asked for its {name}"
             )
@@ -184,8 +188,9 @@ class Replayed(_Asked):
     def _ask(self, name: str, args: Any, kwargs: Any) -> Any:
         def ask() -> Any:
             if self._real is None:
-                raise AttributeError(
-                    f"{self._path} is on rank 0 only, which did not ask for {name} so often"
+                raise ConfigurationError(
+                    f"{self._path} is on rank 0 only, which did not ask for its {name} in its first run, without "
+                    "callbacks. All ranks call these: encode before the request, and look at images on rank 0 alone"
                 )
             return getattr(self._real, name)(*args, **kwargs)
 

@@ -38,6 +38,11 @@ class PatchSchedulers:
         slices: Sequence[tuple[int, int]],
         axis: int,
     ) -> None:
+        if takes_more(scheduler):
+            raise ConfigurationError(
+                f"{type(scheduler).__name__} takes more in a step than prediction, timestep and sample, and rows "
+                "are divided for steps of these alone; sample with method=single, sequence or distrifusion"
+            )
         scheduler = with_timesteps_on(scheduler, "cpu")
         self._copies = [copy.deepcopy(scheduler) for _ in slices]
         for each in self._copies:
@@ -108,11 +113,6 @@ def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> b
     Raises:
         ConfigurationError: Its step fails, or takes other arguments; names the scheduler.
     """
-    if takes_more(scheduler):
-        raise ConfigurationError(
-            f"{type(scheduler).__name__} takes more in a step than prediction, timestep and sample, and rows are "
-            "divided for steps of these alone; sample with method=single, sequence or distrifusion"
-        )
     scheduler, timesteps = on_host(scheduler), timesteps.cpu()
     shape = [1, 2, *[4] * (ndim - 2)]
     shape[axis] = 4
