@@ -17,6 +17,7 @@ from lightning_diffpipe.sampling.tracing.layout import Part, Selection, TokenAxi
 from lightning_diffpipe.sampling.tracing.marks import MIXED, UNREACHED, CodeWords, WithoutProducts
 from lightning_diffpipe.sampling.tracing.probe import LayoutStore, fits, probe
 from tests.sampling.models import MODELS, build, layout_of, request_for, scheduler_for
+from tests.sampling.pipefusion.test_operators import Operators
 
 
 @pytest.mark.slow
@@ -364,3 +365,23 @@ def test_rows_of_another_type_are_put_wherever_they_lie(index):
     Selection(4, torch.tensor(index, dtype=torch.long)).put(x, 0, torch.ones(len(index), 2))
     assert x.sum() == 2 * len(index)
     assert x[index].all()
+
+
+@pytest.mark.parametrize("index", [[*range(70), *range(75, 140)], [0, 1, 5], [2, 3], [], None])
+@pytest.mark.parametrize("axis", [1, -2])
+def test_positions_are_copied_wherever_they_lie(index, axis):
+    """Runs as they lie, if there are few; no operator looks for rows then."""
+    there = Selection(150, index if index is None else torch.tensor(index, dtype=torch.long))
+    rows = range(150) if index is None else index
+    x = torch.arange(2.0 * 150 * 3).view(2, 3, 150).transpose(1, 2)
+    out = torch.empty(2, len(rows), 3)
+    with Operators() as operators:
+        there.take_into(out, x, axis)
+        put = torch.zeros_like(x)
+        there.put(put, axis, out)
+    assert torch.equal(out, x[:, rows])
+    assert torch.equal(there.take(x, axis), out)
+    assert torch.equal(put[:, rows], out)
+    assert put.count_nonzero() == out.count_nonzero()
+    looked = {"index_select", "index_copy_"} & operators.counted.keys()
+    assert bool(looked) == (index in ([0, 1, 5], []))
