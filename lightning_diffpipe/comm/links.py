@@ -192,6 +192,9 @@ class Alone(Links):
 
 # ------------------------------------------------------------------------------------------ processes
 
+_Sent = tuple[dist.Work, Sequence[Tensor]]
+"""A message under way, with its buffers."""
+
 
 @dataclass(eq=False)
 class ProcessLinks(Links):
@@ -224,7 +227,12 @@ class ProcessLinks(Links):
         self._posted: dict[int, deque[_FromProcess]] = defaultdict(deque)  # not started
         self._streams = SideStreams()
         self._turns: dict[tuple[bool, int, str], Iterator[int]] = defaultdict(itertools.count)
-        self._held: deque[tuple[dist.Work, Sequence[Tensor]]] = deque()
+        self._held: deque[_Sent] = deque()
+        # Over gloo, which does not say what has left: messages of exchanges, until one that the peer sends in a
+        # later exchange confirms them, and how many of each exchange are to be waited for.
+        self._unconfirmed: dict[int, deque[tuple[int, _Sent]]] = defaultdict(deque)
+        self._awaited: dict[int, int] = {}
+        self._exchanges = itertools.count()
         # gloo moves host memory only; tensors of a GPU then travel by way of the host.
         self._by_host = self.backend == "gloo" and self.device.type != "cpu"
 
@@ -299,6 +307,7 @@ class ProcessLinks(Links):
             return
         groups = {id(g): g for g in (*self.groups.values(), self.together, self.control)}
         self._held.clear()
+        self._unconfirmed.clear()
         self._posted.clear()
         self.groups.clear()
         del self.control, self.together  # a connection breaks when nobody holds its group
@@ -307,13 +316,16 @@ class ProcessLinks(Links):
 
     def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
         """Starts sending; the buffer lives until it has left."""
+        self._hold(*self._start_to_send(tensor, to, kind))
+
+    def _start_to_send(self, tensor: Tensor, to: int, kind: MessageKind) -> _Sent:
         self.is_under_way = True
         buffer = as_bytes(tensor.cpu() if self._by_host else tensor)
         group, tag = self.groups[self.rank, to], self._tag(True, to, kind, buffer)
         with self._naming(kind, to):  # the peer may have gone since the last message
             work = dist.isend(buffer, self.ranks[to], group=group, tag=tag)
         self.traffic.count_sent(buffer.numel(), kind)
-        self._hold(work, [buffer])
+        return work, [buffer]
 
     def start_exchange(
         self, outgoing: Mapping[int, Tensor], shapes: Mapping[int, TensorShape], kind: MessageKind
@@ -323,8 +335,9 @@ class ProcessLinks(Links):
         Many communicators at a time could wait for each other: a GPU has few queues, and a send may stand
         after a receive that needs it at the other end.
         """
-        if not self.occupies_device:
-            return super().start_exchange(outgoing, shapes, kind)
+        if not self.occupies_device:  # who expects nothing cannot tell when it is over
+            start = self._start_one_by_one if shapes else super().start_exchange
+            return start(outgoing, shapes, kind)
         if not outgoing and not shapes:
             return {}
         self.is_under_way = True
@@ -345,12 +358,36 @@ class ProcessLinks(Links):
             self._hold(work, list(buffers.values()))
         return dict(incoming)
 
+    def _start_one_by_one(
+        self, outgoing: Mapping[int, Tensor], shapes: Mapping[int, TensorShape], kind: MessageKind
+    ) -> dict[int, Incoming]:
+        number = next(self._exchanges)
+        # Earlier exchanges are over up to here; so they are for all who are at the same point of their programs.
+        over = next(iter(self._awaited), number)
+        self._awaited[number] = len(shapes)
+        incoming: dict[int, Incoming] = {}
+        for peer, shape in shapes.items():
+            incoming[peer] = posted = self.receive(shape, peer, kind)
+            posted.exchange = number, over
+        for to, tensor in outgoing.items():
+            self._unconfirmed[to].append((number, self._start_to_send(tensor, to, kind)))
+        return incoming
+
+    def confirm(self, source: int, number: int, over: int) -> None:
+        """Drops what a peer had received when it sent its message of an exchange, which is here now."""
+        self._awaited[number] -= 1
+        if not self._awaited[number]:
+            del self._awaited[number]
+        sent = self._unconfirmed[source]
+        while sent and sent[0][0] < over:
+            self._await(sent.popleft()[1][0], "a sent message", None)
+
     def _hold(self, work: dist.Work, buffers: Sequence[Tensor]) -> None:
         self._held.append((work, buffers))
         while self._held and self._held[0][0].is_completed():
             self._await(self._held.popleft()[0], "a sent message", None)
 
-    def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
+    def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> _FromProcess:
         """Posts a receive."""
         self.is_under_way = True
         incoming = self._expected(shape, source, kind)
@@ -410,6 +447,9 @@ class ProcessLinks(Links):
 
     def finish(self) -> None:
         """Waits until every send has left."""
+        for sent in self._unconfirmed.values():
+            self._held.extend(each for _, each in sent)
+            sent.clear()
         while self._held:
             self._await(self._held.popleft()[0], "a sent message", None)
         self.is_under_way = False
@@ -441,6 +481,7 @@ class _FromProcess:
     source: int
     kind: MessageKind
     works: Sequence[dist.Work] = ()
+    exchange: tuple[int, int] | None = None
 
     def begin(self) -> None:
         self.links.begin_until(self)
@@ -449,6 +490,8 @@ class _FromProcess:
         self.begin()
         for work in self.works:
             self.links._await(work, f"{self.kind} of {len(self.buffer)} bytes", self.source)
+        if self.exchange is not None:
+            self.links.confirm(self.source, *self.exchange)
         self.links.traffic.bytes_received[self.kind] += self.shape.nbytes
         return self.buffer.view(self.shape.dtype).view(self.shape.shape).to(self.links.device)
 

@@ -79,10 +79,7 @@ class _OverRanks:
         self._refuse_keys(call)
         together, parts = self._share(call.part)
         # Positions of each rank's tokens, among those of all ranks together.
-        owned, whole = [call.tokens.owned(part) for part in parts], call.tokens.owned(together)
-        if whole.index is not None:
-            places = [torch.searchsorted(whole.index, each.index) for each in owned]
-            owned = [Selection(len(whole), index) for index in places]
+        owned = [call.tokens.owned_among(part, together) for part in parts]
         own = call.tokens.own_in_input(call.part)
         if (size := call.k.shape[-2]) != own.size:
             raise LayoutError(
@@ -95,7 +92,7 @@ class _OverRanks:
             mask = self._gathered_mask(own_mask, owned)
         tokens = call.tokens.without_dummy_text()
         whole_call = call._replace(tokens=tokens, part=together, q=q, k=k, v=v, mask=mask)
-        out = self._attend(whole_call, owned)
+        out = self._attend(whole_call, parts, owned)
         if len(own) == own.size:
             return out
         with_dummy_text = out.new_zeros(*call.q.shape[:-1], out.shape[-1])
@@ -126,11 +123,14 @@ class _OverRanks:
                 "pipefusion with sequence=1, or single"
             )
 
-    def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
+    def _attend(
+        self, call: AttentionCall, parts: Sequence[Part], owned: Sequence[Selection]
+    ) -> Tensor:
         """Answers a call without dummy text, whose part is that of all ranks together.
 
         Args:
             call: Its query, key and value are those of this rank's tokens.
+            parts: What each rank computes.
             owned: Positions of the tokens of each rank among those of all ranks.
         """
         raise NotImplementedError
@@ -157,7 +157,9 @@ class Ulysses(_OverRanks):
                 f"does not divide; use {_RING}, or single"
             )
 
-    def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
+    def _attend(
+        self, call: AttentionCall, parts: Sequence[Part], owned: Sequence[Selection]
+    ) -> Tensor:
         """Trades tokens for heads, attends from all tokens with this rank's heads, and trades back."""
         me, mask = self._links.rank, call.mask
         _refuse_heads(call.q.shape[1], call.k.shape[1], self._links.num_ranks)
@@ -175,11 +177,19 @@ class Ulysses(_OverRanks):
             ]
             for peer in self._peers
         }
-        received = self._trade({peer: heads_of(peer) for peer in self._peers}, shapes)
-        q, k, v = (x.new_empty(*x.shape[:-2], owned[0].size, x.shape[-1]) for x in own)
-        for rank, parts in (received | {me: own}).items():
-            for of_all_tokens, x in zip((q, k, v), parts, strict=True):
-                owned[rank].put(of_all_tokens, -2, x)
+        incoming = self._links.start_exchange(
+            {peer: pack(heads_of(peer)) for peer in self._peers},
+            {peer: packed_shape(parts) for peer, parts in shapes.items()},
+            "sequence",
+        )
+        qkv = [x.new_empty(*x.shape[:-2], owned[0].size, x.shape[-1]) for x in own]
+        for of_all_tokens, x in zip(qkv, own, strict=True):  # while messages travel
+            owned[me].put(of_all_tokens, -2, x)
+        for peer, coming in incoming.items():
+            parts = unpack(coming.wait(), shapes[peer], copy=False)
+            for of_all_tokens, x in zip(qkv, parts, strict=True):
+                owned[peer].put(of_all_tokens, -2, x)
+        q, k, v = qkv
         if mask is not None and mask.ndim > 3 and mask.shape[1] > 1:  # one for each head
             mask = mask.narrow(1, heads[me].start, len(heads[me]))
         out = self._inner.attend(call._replace(q=q, k=k, v=v, mask=mask))
@@ -189,33 +199,22 @@ class Ulysses(_OverRanks):
         """Trades heads of all tokens for tokens with all heads."""
         # The heads of a token side by side, as attention gives them and models want them.
         out, axis = out.transpose(1, 2), out.ndim - 3
-        me, total, width = self._links.rank, sum(map(len, heads)), out.shape[-1]
-        here = owned[me].take(out, axis)
-        lead = here.shape[:-2]
-        pieces = self._trade(
-            {peer: [owned[peer].take(out, axis).contiguous()] for peer in self._peers},
+        me, width = self._links.rank, out.shape[-1]
+        lead = (*out.shape[:axis], len(owned[me]))
+        incoming = self._links.start_exchange(
+            {peer: owned[peer].take(out, axis).contiguous() for peer in self._peers},
             {
-                peer: [TensorShape((*lead, len(heads[peer]), width), out.dtype)]
+                peer: TensorShape((*lead, len(heads[peer]), width), out.dtype)
                 for peer in self._peers
             },
-        )
-        whole = out.new_empty(*lead, total, width)
-        for rank, (piece,) in (pieces | {me: [here]}).items():
-            whole.narrow(axis + 1, heads[rank].start, len(heads[rank])).copy_(piece)
-        return whole.transpose(1, 2)
-
-    def _trade(
-        self, outgoing: dict[int, list[Tensor]], shapes: dict[int, list[TensorShape]]
-    ) -> dict[int, list[Tensor]]:
-        messages = exchange(
-            self._links,
-            {peer: pack(tensors) for peer, tensors in outgoing.items()},
-            {peer: packed_shape(parts) for peer, parts in shapes.items()},
             "sequence",
         )
-        return {
-            peer: unpack(message, shapes[peer], copy=False) for peer, message in messages.items()
-        }
+        whole = out.new_empty(*lead, sum(map(len, heads)), width)
+        of_heads = whole.split([len(each) for each in heads], axis + 1)
+        owned[me].take_into(of_heads[me], out, axis)  # while messages travel
+        for peer, coming in incoming.items():
+            of_heads[peer].copy_(coming.wait())
+        return whole.transpose(1, 2)
 
     def _heads(self, total: int) -> list[range]:
         n = self._links.num_ranks
@@ -238,16 +237,16 @@ def _refuse_heads(heads: int, key_heads: int, num_ranks: int) -> None:
 class Ring(_OverRanks):
     """Keys and values of one rank after the other. Any number of heads will do."""
 
-    def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
+    def _attend(
+        self, call: AttentionCall, parts: Sequence[Part], owned: Sequence[Selection]
+    ) -> Tensor:
         """Attends to the keys of one rank after the other, and merges the results by their normalisers."""
         links, rank, n = self._links, self._links.rank, self._links.num_ranks
         q, k, v = call.q, call.k, call.v
         scale = call.options.get("scale") or 1 / math.sqrt(q.shape[-1])
         keys = self._inner.in_shares(call)
         # Positions of each rank's tokens among all tokens; `owned` are those among the tokens of the part.
-        index, positions = call.own().index, list(owned)
-        if index is not None:
-            positions = [Selection(call.tokens.size, index[each.index]) for each in owned]
+        positions = [call.tokens.owned(part) for part in parts]
         if keys.mask is not None and keys.mask.shape[-2] == call.tokens.size > 1:
             keys.mask = positions[rank].take(keys.mask, -2)
         total: Attended | None = None

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from lightning_diffpipe.errors import ConfigurationError
 
 NOBODY = -1
 _FIRST_TEXT = -2
+_TOKENS_PER_RUN = 64  # on average: below, an index costs less than the copy of each run
 
 Units = range | tuple[range, ...]
 """Some units, in increasing order."""
@@ -85,10 +86,13 @@ class Selection:
     def __init__(self, size: int, index: Tensor | None = None) -> None:
         self.size, self.index = size, index
         self._there = index
-        # Those that follow each other are looked at in place.
-        self._run: tuple[int, int] | None = None
-        if index is not None and len(index) and int(index[-1] - index[0]) + 1 == len(index):
-            self._run = int(index[0]), len(index)
+        # Start and length of those that follow each other, if there are few such runs: copied as they lie.
+        self._runs: list[tuple[int, int]] = []
+        if index is not None and len(index):
+            ends = [*((index.diff() > 1).nonzero().squeeze(1) + 1).tolist(), len(index)]
+            if len(ends) == 1 or len(index) >= _TOKENS_PER_RUN * len(ends):
+                starts = [0, *ends[:-1]]
+                self._runs = [(int(index[a]), b - a) for a, b in zip(starts, ends, strict=True)]
 
     def __len__(self) -> int:
         return self.size if self.index is None else len(self.index)
@@ -97,18 +101,32 @@ class Selection:
         """Copies these positions densely; the tensor itself if they are all."""
         if self.index is None:
             return x
-        if self._run is not None:
-            return x.narrow(axis, *self._run).clone(memory_format=torch.contiguous_format)
+        if len(self._runs) == 1:
+            return x.narrow(axis, *self._runs[0]).clone(memory_format=torch.contiguous_format)
         return x.index_select(axis, self._index_on(x.device))
+
+    def take_into(self, out: Tensor, x: Tensor, axis: int) -> None:
+        """Copies these positions into a tensor that is as long on the axis."""
+        if not self._runs:
+            out.copy_(self.take(x, axis))
+        for (start, length), piece in self._with_runs(out, axis):
+            piece.copy_(x.narrow(axis, start, length))
 
     def put(self, x: Tensor, axis: int, values: Tensor) -> None:
         """Writes values to these positions."""
         if self.index is None:
             x.copy_(values)
-        elif self._run is not None:
-            x.narrow(axis, *self._run).copy_(values)
-        else:
+        elif not self._runs:
             x.index_copy_(axis, self._index_on(x.device), values.to(x.dtype))
+        for (start, length), piece in self._with_runs(values, axis):
+            x.narrow(axis, start, length).copy_(piece)
+
+    def _with_runs(self, dense: Tensor, axis: int) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """Yields each run with its piece of a tensor that has these positions only."""
+        pieces: Sequence[Tensor] = [dense] * len(self._runs)
+        if len(pieces) > 1:
+            pieces = dense.split([length for _, length in self._runs], axis)
+        return zip(self._runs, pieces, strict=True)
 
     def _index_on(self, device: torch.device) -> Tensor:
         """Returns the index on a device; copied there once, as the host waits for a copy."""
@@ -197,12 +215,22 @@ class TokenAxis:
         """Returns the tokens of a part among those a block is given for it: all, but for dummy text."""
         key = (part.units, part.text, "own")
         if key not in self._selected:
-            owned, given = self.owned(part), self.input_of(part)
-            is_own = None
-            if len(owned) < len(given):
-                is_own = torch.isin(given.index, owned.index).nonzero().squeeze(1)
-            self._selected[key] = Selection(len(given), is_own)
+            self._selected[key] = _among(self.owned(part), self.input_of(part))
         return self._selected[key]
+
+    def owned_among(self, part: Part, together: Part) -> Selection:
+        """Returns the tokens of a part among those of another one that contains it."""
+        key = (part.units, part.text, together.units, together.text)
+        if key not in self._selected:
+            self._selected[key] = _among(self.owned(part), self.owned(together))
+        return self._selected[key]
+
+
+def _among(inner: Selection, outer: Selection) -> Selection:
+    index = None
+    if len(inner) < len(outer):
+        index = inner.index if outer.index is None else torch.searchsorted(outer.index, inner.index)
+    return Selection(len(outer), index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -364,3 +364,23 @@ def test_rows_of_another_type_are_put_wherever_they_lie(index):
     Selection(4, torch.tensor(index, dtype=torch.long)).put(x, 0, torch.ones(len(index), 2))
     assert x.sum() == 2 * len(index)
     assert x[index].all()
+
+
+@pytest.mark.parametrize("index", [[*range(70), *range(75, 140)], [0, 1, 5], [2, 3], [], None])
+@pytest.mark.parametrize("axis", [1, -2])
+def test_positions_are_copied_wherever_they_lie(index, axis, monkeypatch):
+    """Runs as they lie, if there are few; others by their index."""
+    asked, index_on = [], Selection._index_on
+    monkeypatch.setattr(Selection, "_index_on", lambda *given: asked.append(1) or index_on(*given))
+    there = Selection(150, index if index is None else torch.tensor(index, dtype=torch.long))
+    rows = range(150) if index is None else index
+    x = torch.arange(2.0 * 150 * 3).view(2, 3, 150).transpose(1, 2)
+    out = torch.empty(2, len(rows), 3)
+    put = torch.zeros_like(x)
+    there.take_into(out, x, axis)
+    there.put(put, axis, out)
+    assert bool(asked) == (index in ([0, 1, 5], []))
+    assert torch.equal(out, x[:, rows])
+    assert torch.equal(there.take(x, axis), out)
+    assert torch.equal(put[:, rows], out)
+    assert put.count_nonzero() == out.count_nonzero()
