@@ -15,10 +15,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_diffpipe.errors import DiffPipeError, PlanError
-from lightning_diffpipe.planning.bounds import StageNeeds
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.cut_search import Search
+from lightning_diffpipe.planning.cut_search import Search, StageNeeds
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
 from lightning_diffpipe.planning.partition import Cut

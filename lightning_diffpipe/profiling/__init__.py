@@ -6,6 +6,6 @@ put to the sizes of layers: a profile), `state` (leaving the module as it was). 
 anything.
 """
 
-from lightning_diffpipe.profiling.profiler import profile
+from lightning_diffpipe.profiling.measure import profile
 
 __all__ = ["profile"]

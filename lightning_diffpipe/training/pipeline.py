@@ -1,7 +1,7 @@
 """One rank's side of a pipeline, and the module around it, from the first step until the module is whole again.
 
-`assembly.py` makes it from a plan. Here is what is asked between steps: whether anything was changed or unfrozen,
-who trains what.
+`preparation.py` makes it from a plan. Here is what is asked between steps: whether anything was changed or
+unfrozen, who trains what.
 """
 
 from __future__ import annotations

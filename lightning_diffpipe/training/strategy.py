@@ -2,7 +2,7 @@
 
     Lightning calls             what happens                                          where
     setup_environment, barrier  processes start, meet and end                         processes.py
-    setup                       probe, profile, plan, place parameters                preparation.py, assembly.py
+    setup                       probe, profile, plan, place parameters                preparation.py
     batch_to_device             one rank of a pipeline loads, the others get batches  loader.py
     training_step               the schedule runs forward and backward                runtime/engine.py
     (zero_grad)                 gradients have been taken away before                 runtime/reduction.py

@@ -20,9 +20,8 @@ from lightning_diffpipe.planning.instruction import (
     Wait,
     parse_program,
 )
-from lightning_diffpipe.planning.laws import check_laws
 from lightning_diffpipe.planning.lowering import lower
-from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.schedule import Placement, Schedule, check_laws
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b

@@ -9,10 +9,9 @@ import pytest
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.filling import encode_parts
 from lightning_diffpipe.planning.instruction import Backward, BackwardInput, BackwardWeight
-from lightning_diffpipe.planning.laws import check_laws
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.passes import schedule_of_passes, widened
-from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.schedule import Placement, check_laws
 from lightning_diffpipe.planning.schedules import SCHEDULES, zero_bubble_v
 from lightning_diffpipe.planning.schedules import v as v_placed
 from lightning_diffpipe.planning.schedules.gpipe import gpipe

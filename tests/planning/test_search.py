@@ -16,10 +16,9 @@ import torch
 from benchmarks.schedules import steps as measured_steps
 from lightning_diffpipe.errors import PlanError
 from lightning_diffpipe.planning import cut_search, evaluation
-from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun, PipelineLinks, pipeline_costs
-from lightning_diffpipe.planning.cut_search import Search
+from lightning_diffpipe.planning.cut_search import Bounds, Search
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal, preference
 from lightning_diffpipe.planning.filling import encode_parts, split_evenly
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
@@ -51,7 +50,7 @@ from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import makespan, outline_of, simulate
-from lightning_diffpipe.viewing.explain import explain
+from lightning_diffpipe.viewing.report import explain
 from tests.rows import row
 
 from .profiles import (

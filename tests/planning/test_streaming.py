@@ -24,8 +24,7 @@ from lightning_diffpipe.planning.savings import (
     streamed_where_needed,
 )
 from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.viewing.explain import explain
-from lightning_diffpipe.viewing.report import report
+from lightning_diffpipe.viewing.report import explain, report
 from tests.planning.profiles import best_step_s
 
 

@@ -19,9 +19,8 @@ from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.sizes import boundary_bytes
 from lightning_diffpipe.graph.step import take_samples
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.profiling import measure, profiler, state, step_run
-from lightning_diffpipe.profiling.measure import LayerTimer, measure_profile
-from lightning_diffpipe.profiling.profiler import in_precision
+from lightning_diffpipe.profiling import measure, state, step_run
+from lightning_diffpipe.profiling.measure import LayerTimer, in_precision, measure_profile
 from tests.profiling.toys import CpuClock, Toy, batch_of, toy
 
 
@@ -270,7 +269,7 @@ def test_refuses_effort_that_is_not_positive(option):
     with pytest.raises(
         ConfigurationError, match=f"{next(iter(option))} must be a number > 0; got "
     ):
-        profiler.profile(nn.Linear(2, 1), torch.ones(4, 2), step=lambda m, x: m(x).mean(), **option)
+        measure.profile(nn.Linear(2, 1), torch.ones(4, 2), step=lambda m, x: m(x).mean(), **option)
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -296,9 +295,9 @@ def test_reports_progress():
 def test_a_batch_on_the_host_follows_its_module(monkeypatch):
     """History: the probe of a module on a GPU met a batch on the host and failed; `meta` is the device here."""
     module = Toy().to("meta")
-    monkeypatch.setattr(profiler, "measure_profile", lambda timer: timer)
-    monkeypatch.setattr(profiler, "separated", lambda found, starts: found)
-    timer = profiler.profile(module, batch_of(8))
+    monkeypatch.setattr(measure, "measure_profile", lambda timer: timer)
+    monkeypatch.setattr(measure, "separated", lambda found, starts: found)
+    timer = measure.profile(module, batch_of(8))
     assert {timer.place, timer.batch["x"].device} == {torch.device("meta")}
     assert timer.graph.path_names == toy()[3].path_names
 

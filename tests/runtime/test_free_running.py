@@ -12,8 +12,7 @@ import torch
 import torch.utils.checkpoint
 
 from lightning_diffpipe.planning.instruction import Encode, ExchangeFrozen, Staged
-from lightning_diffpipe.planning.laws import check_laws
-from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.planning.schedule import Schedule, check_laws
 from lightning_diffpipe.planning.simulator import simulate
 from tests.graph.steps import Block, Tower, step
 from tests.planning.drawings import check_golden

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
 from lightning_diffpipe.sampling.pipefusion import PipeFusionSetting, SequenceParallel
-from lightning_diffpipe.sampling.pipefusion.stages import Stages
+from lightning_diffpipe.sampling.pipefusion.patch import Stages
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing.layout import AttentionSize, Layout, Part
 
