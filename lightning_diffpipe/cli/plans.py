@@ -28,7 +28,7 @@ def profile(config: DictConfig) -> Any:
     for output in (config.output, config.cluster_output):
         require_writable(output)
     prepare(config)
-    from lightning_diffpipe.profiling.state import placeable
+    from lightning_diffpipe.profiling.step_run import placeable
 
     placeable(config.device)
     on_ranks(num_ranks_of(plain(config)), lambda: _measure_links(config))

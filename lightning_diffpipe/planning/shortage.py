@@ -19,6 +19,7 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.cut_search import Search, StageNeeds
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
+from lightning_diffpipe.planning.memory import checkpointed, recomputable, streamable, streamed
 from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
 from lightning_diffpipe.planning.partition import Cut
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -36,7 +37,6 @@ from lightning_diffpipe.planning.proposals import (
     replicas_of,
     shapes,
 )
-from lightning_diffpipe.planning.savings import checkpointed, recomputable, streamable, streamed
 from lightning_diffpipe.planning.schedules import SCHEDULES
 
 REMEDY_S = 5.0

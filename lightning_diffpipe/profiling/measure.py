@@ -68,23 +68,21 @@ from lightning_diffpipe.profiling.layer_costs import (
     found_by_running,
     split_seconds,
 )
-from lightning_diffpipe.profiling.state import (
-    current,
-    placeable,
-    placed,
-    scratch_bytes,
-    scratch_gradients,
-    tree_to,
-    undisturbed,
-)
 from lightning_diffpipe.profiling.step_run import (
     KeptBytes,
     OneByOneRun,
     Rounds,
     StepRun,
     StepTimes,
+    current,
     kept_bytes,
+    placeable,
+    placed,
     saved_bytes,
+    scratch_bytes,
+    scratch_gradients,
+    tree_to,
+    undisturbed,
 )
 
 _log = logging.getLogger(__name__)

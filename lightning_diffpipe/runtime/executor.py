@@ -34,7 +34,7 @@ from lightning_diffpipe.planning.instruction import (
     UpdateWeights,
     Wait,
 )
-from lightning_diffpipe.planning.savings import streamed_runs
+from lightning_diffpipe.planning.memory import streamed_runs
 from lightning_diffpipe.runtime.bubbles import Filler, FrozenWork
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner

@@ -61,12 +61,15 @@ from lightning_diffpipe.planning.plan import PipelinePlan, check_layers
 from lightning_diffpipe.planning.schedule import Schedule, messages_of_edge
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.profiling.measure import bar
-from lightning_diffpipe.profiling.state import placed, tree_to
+from lightning_diffpipe.profiling.step_run import placed, tree_to
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, microbatches, num_samples
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
-from lightning_diffpipe.runtime.optimizer_offload import OptimizerOffload
-from lightning_diffpipe.runtime.optimizer_sharding import OptimizerSharding, stepping_ranks
+from lightning_diffpipe.runtime.optimizer_sharding import (
+    OptimizerOffload,
+    OptimizerSharding,
+    stepping_ranks,
+)
 from lightning_diffpipe.runtime.ownership import (
     held_for_all_batches,
     in_no_layer,
@@ -80,7 +83,7 @@ from lightning_diffpipe.runtime.ownership import (
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for
 from lightning_diffpipe.runtime.reduction import GradientReducer, holders_of
 from lightning_diffpipe.runtime.relay import RelayChannel, RelayView
-from lightning_diffpipe.training.pipeline import Pipeline, Process
+from lightning_diffpipe.training.pipeline import Pipeline, Process, StepWatch
 from lightning_diffpipe.training.plan_source import (
     PipelineOptions,
     basis_of,
@@ -100,7 +103,6 @@ from lightning_diffpipe.training.refusals import (
     refuse_written_weights,
     warn_of_whole_compiled,
 )
-from lightning_diffpipe.training.step_watch import StepWatch
 from lightning_diffpipe.training.verification import MeanCheck, compare, run_whole
 from lightning_diffpipe.viewing.text import waiting
 

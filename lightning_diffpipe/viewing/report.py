@@ -17,6 +17,7 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, PipelineCosts, Table
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.instruction import Staged
+from lightning_diffpipe.planning.memory import checkpointed, streamed
 from lightning_diffpipe.planning.partition import Stage
 from lightning_diffpipe.planning.plan import SAME_STEP, PipelinePlan, PlannedChange, check_layers
 from lightning_diffpipe.planning.profile import (
@@ -30,7 +31,6 @@ from lightning_diffpipe.planning.profile import (
     encoded_first,
     joined,
 )
-from lightning_diffpipe.planning.savings import checkpointed, streamed
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.viewing.text import (

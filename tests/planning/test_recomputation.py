@@ -13,6 +13,7 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.evaluation import Evaluator
 from lightning_diffpipe.planning.instruction import Encode
+from lightning_diffpipe.planning.memory import checkpointed
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import (
@@ -23,7 +24,6 @@ from lightning_diffpipe.planning.profile import (
     ModelProfile,
     Seconds,
 )
-from lightning_diffpipe.planning.savings import checkpointed
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.shortage import _as_adapters, _in_4_bits
 from tests.planning.profiles import best_step_s

@@ -11,18 +11,18 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.instruction import Backward, Forward
-from lightning_diffpipe.planning.options import PlanOptions
-from lightning_diffpipe.planning.partition import Stage
-from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, ModelProfile, Seconds
-from lightning_diffpipe.planning.proposals import shapes
-from lightning_diffpipe.planning.savings import (
+from lightning_diffpipe.planning.memory import (
     checkpointed,
     copies,
     streamed,
     streamed_runs,
     streamed_where_needed,
 )
+from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.partition import Stage
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, ModelProfile, Seconds
+from lightning_diffpipe.planning.proposals import shapes
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.viewing.report import explain, report
 from tests.planning.profiles import best_step_s

@@ -19,7 +19,7 @@ from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.sizes import boundary_bytes
 from lightning_diffpipe.graph.step import take_samples
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.profiling import measure, state, step_run
+from lightning_diffpipe.profiling import measure, step_run
 from lightning_diffpipe.profiling.measure import LayerTimer, in_precision, measure_profile
 from tests.profiling.toys import CpuClock, Toy, batch_of, toy
 
@@ -421,7 +421,7 @@ def test_what_fits_is_counted_with_what_is_there(on_device, monkeypatch):
 @pytest.mark.parametrize("shared_bytes", [2**28, 4 * 40])
 def test_gradients_of_a_timed_step_share_memory(shared_bytes, monkeypatch):
     """History: ranks timed a model with gradients of all of it, of which each trains a part."""
-    monkeypatch.setattr(state, "_SHARED_BYTES", shared_bytes)
+    monkeypatch.setattr(step_run, "_SHARED_BYTES", shared_bytes)
     module = nn.Sequential(nn.Linear(7, 5), nn.Conv2d(2, 2, 3), nn.Linear(4, 5, bias=False))
     module[1].to(memory_format=torch.channels_last)
     module[2].double()
@@ -429,11 +429,11 @@ def test_gradients_of_a_timed_step_share_memory(shared_bytes, monkeypatch):
     del named["1.bias"]
     numbers = 36 + 8 + 36, 20  # in float32, in float64, each in whole words of 16 bytes
     expected = 4 * min(numbers[0], shared_bytes // 4), 8 * min(numbers[1], shared_bytes // 8)
-    with state.scratch_gradients(module, frozenset(named)):
+    with step_run.scratch_gradients(module, frozenset(named)):
         memory = [p.grad.untyped_storage() for p in named.values()]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in memory}
         assert sorted(sizes.values()) == sorted(expected)
-        assert sum(expected) == state.scratch_bytes(named.values())
+        assert sum(expected) == step_run.scratch_bytes(named.values())
         for parameter in named.values():
             assert parameter.grad.stride() == parameter.stride()
             assert torch.equal(parameter.grad, torch.zeros_like(parameter))
