@@ -1,8 +1,7 @@
 """Circumstances of results besides arguments, and their changes: rounding, code, settings, weights.
 
 torch has two sets of names for how float32 is rounded. Once the newer ones are used, the older ones (`allow_tf32`,
-`get_float32_matmul_precision`) raise a RuntimeError when they are read; the newer ones always answer. Before torch
-2.9 there are the older ones only.
+`get_float32_matmul_precision`) raise a RuntimeError when they are read; the newer ones always answer.
 
 Writes in place count up a tensor's version, and a replaced tensor is another object. Writes through `.data`, as in
 many averages of weights, do neither: so some elements of each tensor are compared too.
@@ -33,11 +32,6 @@ def float32_precisions() -> tuple[str, str, str]:
         ('none', 'tf32', 'none')
     """
     backends = torch.backends
-    if not hasattr(backends, "fp32_precision"):
-        rounds = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
-        products, convolutions = ("tf32" if tf32 else "none" for tf32 in rounds)
-        on_host = torch.get_float32_matmul_precision()
-        return products, convolutions, "bf16" if on_host == "medium" else "none"
     return (
         backends.cuda.matmul.fp32_precision,
         backends.cudnn.conv.fp32_precision,
@@ -229,8 +223,8 @@ class Versions:
             present = [tensor for tensor in self._recorded[0] if tensor is not None]
             self._pieces = _pieces([plain for tensor in present for plain in plain_tensors(tensor)])
         self._num_updates += before_update
-        if self._num_updates >= _NUM_UPDATES:
-            self._pieces = [pieces for pieces in self._pieces if not _waits_for(pieces[0])]
+        if self._num_updates >= _NUM_UPDATES:  # the host would wait for a device
+            self._pieces = [pieces for pieces in self._pieces if pieces[0].device.type == "cpu"]
         self._elements = self._compared()
 
     @contextlib.contextmanager
@@ -274,11 +268,6 @@ class Versions:
 
 def _same(before: _State, now: _State) -> bool:
     return before[1:] == now[1:] and all(map(operator.is_, before[0], now[0]))
-
-
-def _waits_for(tensor: Tensor) -> bool:
-    """Returns whether the host waits for the device if it compares this version."""
-    return tensor.device.type != "cpu"
 
 
 def _pieces(tensors: Collection[Tensor]) -> list[list[Tensor]]:
