@@ -14,8 +14,6 @@ which are small text files, travel in the checkpoint, and `from_checkpoint` need
 trained, the folder of the model below them (`part_files`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json

@@ -23,8 +23,6 @@ Sources:
     (2021), https://arxiv.org/abs/2101.06840 (ZeRO-Offload).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar

@@ -9,8 +9,6 @@ Cuts are searched by `cut_search.py`. Where it does not fit:
     3. search the cuts again with what is still recomputed, as stages have become faster; until nothing changes
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -5,8 +5,6 @@ the model (adapters, 4 bits, encoders out of memory), smaller batches and more r
 no single one suffices.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -7,8 +7,6 @@ time until the message is there:
         filler.fill(wait, executor.recording)           # or run frozen layers of coming batches
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never

@@ -15,8 +15,6 @@ holds, with NaN for the rest; if that fails, a warning says what may be wrong. A
 finite are allowed for some steps: training may diverge, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence

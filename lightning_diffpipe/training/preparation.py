@@ -18,8 +18,6 @@ The plan says which layers each stage runs; from it follows what each rank holds
 pipeline would compute differently from one process is refused here, before anything is placed.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

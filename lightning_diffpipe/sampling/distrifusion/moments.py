@@ -30,8 +30,6 @@ Source:
     DistriFusion, Li et al. (2024), https://arxiv.org/abs/2402.19481, section 4.3: the corrected rule
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence
