@@ -38,8 +38,7 @@ from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.viewing.report import explain, report
 
-from .profiles import equal_profile
-from .sizes import peak_samples
+from .profiles import equal_profile, peak_samples
 
 
 def with_encoder(profile, results, output_bytes=100, weight_bytes=1000):

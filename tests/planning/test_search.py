@@ -56,15 +56,15 @@ from tests.rows import row
 from .profiles import (
     equal_profile,
     every_proposal,
+    peak_samples,
     random_case,
     random_cluster,
     random_profile,
     several_backbones,
+    tick_costs,
     twice,
     unet_profile,
 )
-from .sizes import peak_samples
-from .ticks import tick_costs
 
 
 def seeds(num_seeds, num_fast):
