@@ -13,12 +13,15 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 from lightning_diffpipe.planning.cluster import Cluster, Link
-from lightning_diffpipe.planning.evaluation import Proposal
+from lightning_diffpipe.planning.cost import CostModel
+from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.instruction import Backward, BackwardWeight, Forward
 from lightning_diffpipe.planning.memory import peak_samples_of
+from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     EncoderLayerProfile,
@@ -160,10 +163,20 @@ def every_proposal(evaluator):
         yield from (Proposal(shape, cuts) for cuts in all_cuts(model, options, shape))
 
 
-def best_step_s(evaluator):
-    """Shortest step of all cuts that fit, in seconds; nothing where none does."""
-    fitting = filter(evaluator.fits, every_proposal(evaluator))
-    return min(map(evaluator.step_s, fitting), default=math.inf)
+TWO_STAGES = PlanOptions(4, num_stages=2, num_microbatches=4, num_replicas=1, data_parallel=1)
+
+
+def profile_of(layers):
+    return ModelProfile("model", (BackboneProfile("backbone", tuple(layers)),))
+
+
+def best_of_costs(costs, num_layers, cluster, options):
+    """Shortest step, in seconds, of every cut that fits, with the costs for every set of positions of layers."""
+    every = range(num_layers)
+    chosen = (positions for n in range(num_layers + 1) for positions in combinations(every, n))
+    evaluators = (Evaluator(CostModel(costs(each), cluster), options) for each in chosen)
+    fitting = (e.step_s(p) for e in evaluators for p in filter(e.fits, every_proposal(e)))
+    return min(fitting, default=math.inf)
 
 
 TESTS = Path(__file__).parent.parent
