@@ -72,7 +72,7 @@ from lightning_diffpipe.quantization import (
     quantize_components,
     require_kernels,
 )
-from lightning_diffpipe.runtime.optimizer_sharding import switches_weights
+from lightning_diffpipe.runtime.optimizer_states import switches_weights
 from lightning_diffpipe.sampling.adapters import (
     SECOND,
     StoredLora,

@@ -51,7 +51,7 @@ from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, microbatches
 from lightning_diffpipe.runtime.engine import Engine, StepResult
-from lightning_diffpipe.runtime.optimizer_sharding import OptimizerOffload, OptimizerSharding
+from lightning_diffpipe.runtime.optimizer_states import OptimizerOffload, OptimizerSharding
 from lightning_diffpipe.runtime.ownership import spread
 from lightning_diffpipe.runtime.relay import RelayRun, RelayView
 from lightning_diffpipe.runtime.upcoming import begin_copy_to_host

@@ -63,7 +63,7 @@ from lightning_diffpipe.profiling.step_run import placed, tree_to
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, microbatches, num_samples
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
-from lightning_diffpipe.runtime.optimizer_sharding import (
+from lightning_diffpipe.runtime.optimizer_states import (
     OptimizerOffload,
     OptimizerSharding,
     stepping_ranks,
