@@ -12,7 +12,7 @@ except on the last rank, which makes the prediction.
 
 Full size is for code that looks into it. A result that is only passed on to other blocks is a dummy, too: shape
 without memory, and whoever gets this object takes the tokens instead. Modules that make the same for every patch
-are run once (`tracing/probe.py`).
+are run once (`tracing/glue.py`).
 
 **Stages.** Blocks are split into contiguous ranges, one for each rank. A call of the model visits the ranks in
 order; with guidance by two calls per step, every step visits them twice:

@@ -11,10 +11,11 @@ from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.sampling.pipefusion.patch import Stages, resident_parameters
 from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.tracing import glue
 from lightning_diffpipe.sampling.tracing import layout as layouts
 from lightning_diffpipe.sampling.tracing.layout import Part, Selection, TokenAxis, text_token
 from lightning_diffpipe.sampling.tracing.marks import MIXED, UNREACHED, CodeWords, WithoutProducts
-from lightning_diffpipe.sampling.tracing.probe import LayoutStore, _same, fits, probe
+from lightning_diffpipe.sampling.tracing.probe import LayoutStore, fits, probe
 from tests.sampling.models import MODELS, build, layout_of, request_for, scheduler_for
 
 
@@ -151,7 +152,7 @@ def test_a_layout_fits_requests_of_its_shapes():
 @pytest.mark.slow
 def test_a_probe_keeps_no_activations(monkeypatch):
     """History: of the run on latents as they are, every result was kept twice; 40 GB of a large model."""
-    kept_bytes, same = [], _same
+    kept_bytes, same = [], glue._same
 
     def held(calls):
         return sum(x.nbytes for call in calls.values() for x in (*call.results, *call.copies))
@@ -160,7 +161,7 @@ def test_a_probe_keeps_no_activations(monkeypatch):
         kept_bytes.extend(map(held, runs))
         return same(*runs)
 
-    monkeypatch.setattr("lightning_diffpipe.sampling.tracing.probe._same", noting)
+    monkeypatch.setattr(glue, "_same", noting)
     probe(request_for("pixart"))
     assert len(kept_bytes) == 4
     assert max(kept_bytes) == kept_bytes[0] > 0  # what does not depend on the latents
