@@ -196,9 +196,14 @@ def _results(processes: list[Any], folder: Path, late: list[int]) -> list[Any]:
     errors, hung = [], [rank for rank in late if not (folder / f"{rank}.result").exists()]
     for rank, process in enumerate(processes):
         if not (folder / f"{rank}.result").exists():
-            report = folder / f"{rank}.error"
-            said = report.read_text() if report.exists() else "said nothing"
-            errors.append(f"--- rank {rank} (exit code {process.exitcode}): {said}")
+            said = "".join(
+                file.read_text(errors="replace")
+                for file in (folder / f"{rank}.error", folder / f"{rank}.stderr")
+                if file.exists()
+            )
+            errors.append(
+                f"--- rank {rank} (exit code {process.exitcode}): {said or 'said nothing'}"
+            )
     if errors:
         head = f"ranks {hung} did not end in time" if hung else "ranks failed"
         raise RankError("\n".join([head, *errors]))
@@ -223,6 +228,8 @@ def _main(
 
     gpu_like.install()
     torch.set_num_threads(1)
+    with (folder / f"{rank}.stderr").open("wb") as stderr:  # what ends a process says it only there
+        os.dup2(stderr.fileno(), 2)
     with (folder / f"{rank}.error").open("w") as report:
         faulthandler.enable(file=report)
         faulthandler.dump_traceback_later(max(timeout_s - 3, 1), file=report)

@@ -720,7 +720,12 @@ class Watcher:
                 self._end(why, _BY_SIGNAL)
 
     def _end(self, why: str, code: int) -> None:
-        """Ends this process, whatever its other threads do; they may hold any lock."""
+        """Ends this process, whatever its other threads do; they may hold any lock.
+
+        The others are told why: what it says itself may be lost with its host.
+        """
+        if not self.status.failure and code != _BY_SIGNAL:
+            self.publish(failure=f"it was ended, as {why}", follows=self.loss() is not None)
         os.write(2, f"\nlightning_diffpipe: {why}. This process is ended, too\n".encode())
         for child in (*self.children.values(), *multiprocessing.active_children()):
             child.kill()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -30,6 +31,12 @@ def closed_as_if_killed(rank):
 def frozen(rank):
     """Keeps a rank's thread from saying anything."""
     rank._send = lambda *_: None
+
+
+def ended(rank):
+    """Lets a rank's watcher end its process, but for the end itself."""
+    with mock.patch.object(module.os, "_exit"):
+        rank._end("rank 1 lost rank 7", 1)
 
 
 def connected(num_ranks, timeout_s=TIMEOUT_S):
@@ -80,10 +87,11 @@ def wait(rank, seconds, meanwhile=lambda: None):
     [
         (frozen, "nothing was heard of it for 1 s: it is stopped, or its host or link is dead"),
         (closed_as_if_killed, "its process has ended without a word, killed perhaps: by hand"),
+        (ended, "it was ended, as rank 1 lost rank 7"),
         (lambda rank: rank.fail(ValueError("no room")), "it failed with ValueError: no room; its own error"),
         (lambda rank: rank.fail(PipelineTimeoutError("rank 7")), "PipelineTimeoutError: rank 7; its own error"),
     ],
-    ids=["frozen", "killed", "failed", "followed"],
+    ids=["frozen", "killed", "ended", "failed", "followed"],
 )  # fmt: skip
 def test_a_lost_rank_is_named_with_its_phase_on_all_others(waiting, harm, how, ranks):
     ranks[1].enter("encoding prompts")
