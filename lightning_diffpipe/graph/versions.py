@@ -223,8 +223,8 @@ class Versions:
             present = [tensor for tensor in self._recorded[0] if tensor is not None]
             self._pieces = _pieces([plain for tensor in present for plain in plain_tensors(tensor)])
         self._num_updates += before_update
-        if self._num_updates >= _NUM_UPDATES:  # the host would wait for a device
-            self._pieces = [pieces for pieces in self._pieces if pieces[0].device.type == "cpu"]
+        if self._num_updates >= _NUM_UPDATES:
+            self._pieces = [pieces for pieces in self._pieces if not _waits_for(pieces[0])]
         self._elements = self._compared()
 
     @contextlib.contextmanager
@@ -268,6 +268,11 @@ class Versions:
 
 def _same(before: _State, now: _State) -> bool:
     return before[1:] == now[1:] and all(map(operator.is_, before[0], now[0]))
+
+
+def _waits_for(tensor: Tensor) -> bool:
+    """Returns whether the host waits for the device if it compares this version."""
+    return tensor.device.type != "cpu"
 
 
 def _pieces(tensors: Collection[Tensor]) -> list[list[Tensor]]:
