@@ -22,9 +22,7 @@ from lightning_diffpipe.viewing.plot import chrome_trace
 from lightning_diffpipe.viewing.report import _balanced, cost_table, diff, explain, report
 from lightning_diffpipe.viewing.text import percent, seconds, side_by_side, size, waiting
 
-from ..planning.drawings import check_golden
-from ..planning.profiles import equal_profile, random_profile, twice
-from ..planning.ticks import simulated
+from ..planning.profiles import check_golden, equal_profile, random_profile, simulated, twice
 
 
 def image(text):
