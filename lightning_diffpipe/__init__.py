@@ -14,8 +14,6 @@ runs microbatch by microbatch (`runtime`), and Lightning steps the optimizer as 
 Importing this imports nothing else, neither torch nor Lightning, so that planning alone starts at once.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib import import_module

@@ -1,4 +1,7 @@
-"""Which checkpoint a run goes on from, whatever happened while the ones before were written."""
+"""Which checkpoint a run goes on from, whatever happened while the ones before were written.
+
+Files that are whole or not there.
+"""
 
 import errno
 import os
@@ -15,6 +18,7 @@ from lightning_diffpipe import DiffPipeStrategy, files
 from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.checkpoint_files import WholeFiles, newest
 from lightning_diffpipe.errors import CheckpointError, MissingCheckpointError
+from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.modules.parts import read_checkpoint
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data
@@ -290,3 +294,26 @@ def test_parts_are_read_beside_a_config_of_hydra(tmp_path):
     checkpoint = {"state_dict": {}, "diffpipe_parts": {}, "hyper_parameters": {"cfg": settings}}
     torch.save(checkpoint, tmp_path / "a.ckpt")
     assert read_checkpoint(tmp_path / "a.ckpt")["hyper_parameters"]["cfg"] == settings
+
+
+def test_writing_leaves_nothing_half_done(tmp_path):
+    target = tmp_path / "deep" / "p.json"
+    write_atomically(target, "one")
+    write_atomically(target, "two")
+    assert target.read_text() == "two"
+    assert list(target.parent.iterdir()) == [target]
+    target.unlink()
+    target.mkdir()  # a file cannot take the place of a folder
+    with pytest.raises(OSError, match="directory"):
+        write_atomically(target, "three")
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_others_may_read_what_is_written(tmp_path):
+    """History: plans and profiles of a run could be read by nobody else in the group."""
+    before = os.umask(0o027)
+    try:
+        write_atomically(tmp_path / "plan.json", b"{}")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "plan.json").stat().st_mode & 0o777 == 0o640

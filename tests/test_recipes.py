@@ -23,7 +23,7 @@ from PIL import Image
 from lightning_diffpipe import Predictor
 from lightning_diffpipe.modules import on_paper
 from tests.command import call, run, run_on_forks
-from tests.profiling.known import check_known
+from tests.profiling.toys import check_known
 from tests.rows import row
 from tests.zoo.editing import NUM_REFERENCES
 from tests.zoo.pipelines import build

@@ -42,7 +42,7 @@ from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, PipeFusionSetting
-from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
+from lightning_diffpipe.sampling.pipefusion.patch import resident_parameters
 from lightning_diffpipe.sampling.schedulers import random_states
 from lightning_diffpipe.sampling.source import images_of, refuse_unknown
 from lightning_diffpipe.sampling.tracing.layout import Layout

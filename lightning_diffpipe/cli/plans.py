@@ -28,14 +28,14 @@ def profile(config: DictConfig) -> Any:
     for output in (config.output, config.cluster_output):
         require_writable(output)
     prepare(config)
-    from lightning_diffpipe.profiling.state import placeable
+    from lightning_diffpipe.profiling.step_run import placeable
 
     placeable(config.device)
     on_ranks(num_ranks_of(plain(config)), lambda: _measure_links(config))
     if int(os.environ.get("RANK", "0")):
         return None
     from lightning_diffpipe.profiling import profile as measure
-    from lightning_diffpipe.profiling.profiler import default_step, in_precision
+    from lightning_diffpipe.profiling.measure import default_step, in_precision
     from lightning_diffpipe.training.before_training import why_empty
 
     module = module_of(config)
@@ -87,8 +87,7 @@ def plan(config: DictConfig) -> Any:
     """Plans for a profile on a cluster, prints the plan, and writes it to `output`."""
     from lightning_diffpipe.planning.options import PlanOptions
     from lightning_diffpipe.planning.search import find_plan
-    from lightning_diffpipe.viewing.explain import explain
-    from lightning_diffpipe.viewing.report import report
+    from lightning_diffpipe.viewing.report import explain, report
     from lightning_diffpipe.viewing.text import seconds
 
     values = plain(config)
@@ -224,7 +223,7 @@ def _explained(
 ) -> Any:
     """Returns the plan with the changes that would help, which it searches; both by the costs of this profile."""
     from lightning_diffpipe.planning.profile import ModelProfile
-    from lightning_diffpipe.viewing.explain import explain
+    from lightning_diffpipe.viewing.report import explain
     from lightning_diffpipe.viewing.text import seconds
 
     costs = ModelProfile.from_json(_read(profile), profile)

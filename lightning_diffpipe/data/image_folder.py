@@ -11,8 +11,6 @@ Pipelines that make an image from others of any shape learn from `references` (`
 Where `num_frames` are asked for, files are videos that PyAV decodes (mp4, webm, gif, ...), or folders of frames.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections import Counter

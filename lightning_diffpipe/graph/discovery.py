@@ -43,7 +43,16 @@ from lightning_diffpipe.graph.layer import (
     TensorSpec,
     dense_stride,
 )
-from lightning_diffpipe.graph.provenance import Buffer, LayerRecord, LeakError, unfolded, values
+from lightning_diffpipe.graph.provenance import (
+    Buffer,
+    LayerRecord,
+    LeakError,
+    Tracer,
+    calls_replaced,
+    leading_dims,
+    unfolded,
+    values,
+)
 from lightning_diffpipe.graph.repeats import CallResults, Repeats
 from lightning_diffpipe.graph.side_effects import NoHooksWithoutGradients, gradients_noticed
 from lightning_diffpipe.graph.step import (
@@ -59,7 +68,6 @@ from lightning_diffpipe.graph.step import (
     output_rows,
     weight_of,
 )
-from lightning_diffpipe.graph.tracer import Tracer, calls_replaced, leading_dims
 from lightning_diffpipe.graph.versions import OF_EVERY_MODULE
 
 _log = logging.getLogger(__name__)

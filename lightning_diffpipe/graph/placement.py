@@ -17,8 +17,6 @@ quantizes what it runs, and nothing else. Away from its rank's place such a para
 what the quantized one stands for (`rounded`).
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import os

@@ -6,8 +6,6 @@ All of it is found here and returned as a `ProbedStep`: profiling times its laye
 ranks, and neither probes the step again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence

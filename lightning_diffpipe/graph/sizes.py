@@ -7,8 +7,6 @@ results, operations, what crosses a cut, what is read far after it is made, whic
     graph  ->  sizes (this file)  ->  profile with times  ->  plan
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Hashable, Iterable, Mapping
 
 from torch import nn

@@ -20,8 +20,6 @@ Source:
     Rhu et al. (2016), https://arxiv.org/abs/1602.08124 (vDNN).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

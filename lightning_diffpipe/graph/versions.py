@@ -1,8 +1,7 @@
 """Circumstances of results besides arguments, and their changes: rounding, code, settings, weights.
 
 torch has two sets of names for how float32 is rounded. Once the newer ones are used, the older ones (`allow_tf32`,
-`get_float32_matmul_precision`) raise a RuntimeError when they are read; the newer ones always answer. Before torch
-2.9 there are the older ones only.
+`get_float32_matmul_precision`) raise a RuntimeError when they are read; the newer ones always answer.
 
 Writes in place count up a tensor's version, and a replaced tensor is another object. Writes through `.data`, as in
 many averages of weights, do neither: so some elements of each tensor are compared too.
@@ -33,11 +32,6 @@ def float32_precisions() -> tuple[str, str, str]:
         ('none', 'tf32', 'none')
     """
     backends = torch.backends
-    if not hasattr(backends, "fp32_precision"):
-        rounds = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
-        products, convolutions = ("tf32" if tf32 else "none" for tf32 in rounds)
-        on_host = torch.get_float32_matmul_precision()
-        return products, convolutions, "bf16" if on_host == "medium" else "none"
     return (
         backends.cuda.matmul.fp32_precision,
         backends.cudnn.conv.fp32_precision,

@@ -7,8 +7,6 @@ pipelines cut and count tokens by the values of ids and masks, which are therefo
 configurations of well-known models, as they are published, are in `published/`.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -25,8 +25,11 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_diffpipe.errors import ConfigurationError, require_choice, require_number
 from lightning_diffpipe.graph.versions import plain_tensors
-from lightning_diffpipe.runtime.optimizer_offload import may_be_offloaded
-from lightning_diffpipe.runtime.optimizer_sharding import may_be_divided, switches_weights
+from lightning_diffpipe.runtime.optimizer_states import (
+    may_be_divided,
+    may_be_offloaded,
+    switches_weights,
+)
 
 Decay = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"]
 

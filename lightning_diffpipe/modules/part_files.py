@@ -189,14 +189,8 @@ class BaseModel:
 
         Raises:
             ConfigurationError: There is a path, and it needs none.
-            CheckpointError: It was written by an earlier state of this project.
         """
         base = checkpoint.get(BASE_KEY, {"path": "", "samples": {}})
-        if "samples" not in base:
-            raise CheckpointError(
-                f"the checkpoint leaves weights to {base.get('path')} as earlier states of this project did; save "
-                "the whole model with the one that wrote it: from_checkpoint(path).save_pretrained(FOLDER)"
-            )
         if path is not None and not base["samples"]:
             raise ConfigurationError(
                 f"base={path} is for checkpoints that leave weights to another model, and this one has all of its "

@@ -14,8 +14,6 @@ which are small text files, travel in the checkpoint, and `from_checkpoint` need
 trained, the folder of the model below them (`part_files`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json
@@ -74,7 +72,7 @@ from lightning_diffpipe.quantization import (
     quantize_components,
     require_kernels,
 )
-from lightning_diffpipe.runtime.optimizer_sharding import switches_weights
+from lightning_diffpipe.runtime.optimizer_states import switches_weights
 from lightning_diffpipe.sampling.adapters import (
     SECOND,
     StoredLora,

@@ -228,8 +228,6 @@ class PipelineDiffusion(PartsModule):
     ) -> Self:
         arguments = dict(arguments)
         kind = arguments.pop("pipeline_class", None) or _pipeline_class(index, "the checkpoint")
-        if "image_guidance_scale" not in inspect.signature(kind.__call__).parameters:
-            arguments.pop("condition_dropout", None)  # which older checkpoints have
         expected = inspect.signature(kind.__init__).parameters
         entries = {name: index[name] for name in expected if name in index}
         absent = {name: None for name in expected if index.get(name) == [None, None]}

@@ -34,10 +34,12 @@ from lightning_diffpipe.planning.lowering import prefix_frozen
 from lightning_diffpipe.planning.memory import (
     FrozenLoad,
     Waiting,
+    copies,
     frozen_loads,
     peak_memory_bytes,
     peak_samples_of,
     rank_bytes,
+    streamed_runs,
 )
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, Stage, minimax_cuts
@@ -45,7 +47,6 @@ from lightning_diffpipe.planning.passes import folded, runs_of, schedule_of_pass
 from lightning_diffpipe.planning.plan import PipelinePlan, Planned
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.proposals import Shape
-from lightning_diffpipe.planning.savings import copies, streamed_runs
 from lightning_diffpipe.planning.schedule import Placement, Schedule, ScheduleSpec, Ticks
 from lightning_diffpipe.planning.schedules.pipedream import loop_program
 from lightning_diffpipe.planning.simulator import (

@@ -42,8 +42,7 @@ from lightning_diffpipe.planning.instruction import (
     UpdateWeights,
     Wait,
 )
-from lightning_diffpipe.planning.laws import messages_of_edge
-from lightning_diffpipe.planning.schedule import Message, Schedule
+from lightning_diffpipe.planning.schedule import Message, Schedule, messages_of_edge
 
 
 def lower(schedule: Schedule, num_ahead: int = 1) -> Schedule:

@@ -37,11 +37,10 @@ from lightning_diffpipe.planning.filling import (
     split_evenly,
 )
 from lightning_diffpipe.planning.instruction import Encode, Program, format_program, parse_program
-from lightning_diffpipe.planning.laws import check_laws
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Stage, placement_of
-from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.schedule import Placement, Schedule, check_laws
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.schedules.pipedream import unrolled
 from lightning_diffpipe.planning.simulator import period_s, simulate
@@ -92,7 +91,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChange:
-    """One change to the options, and the step it promises instead; see `viewing/explain.py`."""
+    """One change to the options, and the step it promises instead; see `viewing/report.py`."""
 
     description: str
     iteration_s: float

@@ -136,9 +136,9 @@ class LayerProfile:
         streamable_bytes: Bytes of those of its parameters that are frozen, and that nothing else reads.
         largest_gradient_bytes: Bytes of the largest of its gradients; 0 if unknown.
         uncheckpointed: The layer as it is without activation checkpointing, where the backward recomputes its
-            activations; see `savings.py`.
+            activations; see `memory.py`.
         streamed_bytes: Bytes of its parameters that are copied from host memory for each run, and do not count as
-            `parameter_bytes`; see `savings.py`.
+            `parameter_bytes`; see `memory.py`.
     """
 
     name: str

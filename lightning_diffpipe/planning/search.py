@@ -9,8 +9,6 @@ Cuts are searched by `cut_search.py`. Where it does not fit:
     3. search the cuts again with what is still recomputed, as stages have become faster; until nothing changes
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time
@@ -30,18 +28,18 @@ from lightning_diffpipe.planning.evaluation import (
     Proposal,
     preference,
 )
-from lightning_diffpipe.planning.memory import Waiting
-from lightning_diffpipe.planning.options import PlanOptions
-from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile, encoded_first, joined
-from lightning_diffpipe.planning.proposals import shapes
-from lightning_diffpipe.planning.savings import (
+from lightning_diffpipe.planning.memory import (
+    Waiting,
     checkpointed,
     recomputable,
     streamable,
     streamed,
     streamed_where_needed,
 )
+from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile, encoded_first, joined
+from lightning_diffpipe.planning.proposals import shapes
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.shortage import (
     encoding_choices,

@@ -5,8 +5,6 @@ the model (adapters, 4 bits, encoders out of memory), smaller batches and more r
 no single one suffices.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time
@@ -15,11 +13,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_diffpipe.errors import DiffPipeError, PlanError
-from lightning_diffpipe.planning.bounds import StageNeeds
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.cut_search import Search
+from lightning_diffpipe.planning.cut_search import Search, StageNeeds
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
+from lightning_diffpipe.planning.memory import checkpointed, recomputable, streamable, streamed
 from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
 from lightning_diffpipe.planning.partition import Cut
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -37,7 +35,6 @@ from lightning_diffpipe.planning.proposals import (
     replicas_of,
     shapes,
 )
-from lightning_diffpipe.planning.savings import checkpointed, recomputable, streamable, streamed
 from lightning_diffpipe.planning.schedules import SCHEDULES
 
 REMEDY_S = 5.0

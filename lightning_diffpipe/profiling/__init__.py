@@ -1,11 +1,10 @@
 """Costs of a step: every layer timed on this machine, or modelled for another one.
 
-The door is `profiler`: `profile(module, batch)`. Behind it, in this order: `step_run` (what the time of a layer
-is: stamps at the borders of layers), `measure` (many runs at several sample counts), `layer_costs` (their times
-put to the sizes of layers: a profile), `state` (leaving the module as it was). `modelled` answers without computing
-anything.
+The door is `profile(module, batch)`. Behind it, in this order: `step_run` (what the time of a layer is: stamps at
+the borders of layers), `measure` (many runs at several sample counts), `layer_costs` (their times put to the sizes
+of layers: a profile). `modelled` answers without computing anything.
 """
 
-from lightning_diffpipe.profiling.profiler import profile
+from lightning_diffpipe.profiling.measure import profile
 
 __all__ = ["profile"]

@@ -1,4 +1,4 @@
-"""Timing every layer of a module on this machine.
+"""Timing every layer of a module on this machine: `profile` for a module and one batch.
 
 A `LayerTimer` runs the step for real at several sample counts, with stamps at the borders of its layers, until the
 time allowed is used up. The first run at each count is profiler warm-up and does not count; counts take turns, so
@@ -17,12 +17,14 @@ torch reserves what it has freed of a GPU's memory for its next tensors. The dri
 other processes and libraries (NCCL). So it is counted as free here, and released once everything has been timed.
 """
 
+import contextlib
 import gc
+import inspect
 import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -33,15 +35,30 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from lightning_diffpipe.clock import Clock, clock_for
-from lightning_diffpipe.errors import GraphError, ProfileError, clear_variables
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    GraphError,
+    ProfileError,
+    clear_variables,
+    require_choice,
+    require_number,
+)
+from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import held_bytes, is_quantized_later
-from lightning_diffpipe.graph.probe import reprobe
+from lightning_diffpipe.graph.probe import probe, reprobe
 from lightning_diffpipe.graph.sizes import equal_layers, layer_sizes
-from lightning_diffpipe.graph.step import Step, StepCall, count_samples, take_samples
-from lightning_diffpipe.host_memory import trim
-from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.graph.step import (
+    BatchSpec,
+    ModuleSplit,
+    Step,
+    StepCall,
+    count_samples,
+    take_samples,
+)
+from lightning_diffpipe.host_memory import keep_freed_memory, trim
+from lightning_diffpipe.planning.profile import ModelProfile, separated
 from lightning_diffpipe.profiling.layer_costs import (
     Encoding,
     MeasuredCosts,
@@ -51,23 +68,21 @@ from lightning_diffpipe.profiling.layer_costs import (
     found_by_running,
     split_seconds,
 )
-from lightning_diffpipe.profiling.state import (
-    current,
-    placeable,
-    placed,
-    scratch_bytes,
-    scratch_gradients,
-    tree_to,
-    undisturbed,
-)
 from lightning_diffpipe.profiling.step_run import (
     KeptBytes,
     OneByOneRun,
     Rounds,
     StepRun,
     StepTimes,
+    current,
     kept_bytes,
+    placeable,
+    placed,
     saved_bytes,
+    scratch_bytes,
+    scratch_gradients,
+    tree_to,
+    undisturbed,
 )
 
 _log = logging.getLogger(__name__)
@@ -431,3 +446,131 @@ def encodings_by_running(timer: LayerTimer, stores: bool) -> dict[str, Encoding]
     with undisturbed(module):
         observe = found_by_running(module, step, small, stores)
         return encodings(module, step, small, timer.graph, observe)
+
+
+_NUM_PROBED_SAMPLES = 2
+
+
+def profile(
+    module: nn.Module,
+    batch: Any,
+    *,
+    step: Step | None = None,
+    device: torch.device | str | None = None,
+    sample_counts: Sequence[int] | None = None,
+    repeats: int | None = None,
+    budget_s: float = 10.0,
+    name: str | None = None,
+    max_share: float = 1 / 32,
+    progress: bool = False,
+) -> ModelProfile:
+    """Measures what every layer of a module costs in training; leaves the module bit-identical.
+
+    Args:
+        module: A LightningModule, or any module together with a `step`.
+        batch: A batch as `training_step` gets it, on the host or the device.
+        step: Module and batch to loss; `training_step` if not given.
+        device: Device to measure on; the module's own, if not given.
+        sample_counts: Numbers of samples to measure; 1, 2, 4, ... up to half of the batch if not given.
+        repeats: Timed runs at each number; as many as fit into `budget_s` if not given.
+        budget_s: Seconds to spend, about.
+        name: Name of the profile; the module's class if not given.
+        max_share: No layer should cost more than this share of the step.
+        progress: Show a progress bar.
+
+    Raises:
+        ConfigurationError: The module has no `training_step`, and no step was given; or a number is not positive.
+        GraphError: The step cannot be cut into layers.
+        ProfileError: It cannot be run at these numbers of samples.
+
+    Example:
+        >>> module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        >>> step = lambda module, batch: module(batch).mean()
+        >>> found = profile(module, torch.ones(4, 4), step=step, budget_s=0.1)
+        >>> [layer.name for layer in found.backbones[0].layers]
+        ['0', '1']
+    """
+    step = step or default_step(module)
+    numbers = [("budget_s", budget_s), ("repeats", repeats)]
+    for what, number in [*numbers, *(("sample_counts", count) for count in sample_counts or ())]:
+        if number is not None:
+            require_number(what, number, above=0)
+    home = next((p.device for p in module.parameters()), torch.device("cpu"))
+    place = placeable(home if device is None else device)
+    if place.type == "cpu":
+        keep_freed_memory()  # as training will
+    batch = tree_to(batch, home)
+    with current(home):
+        graph, starts = _probed(module, step, batch, max_share)
+    with bar(progress) as report:
+        timer = LayerTimer(
+            module, step, batch, graph, device=place, sample_counts=sample_counts,
+            repeats=repeats, budget_s=budget_s, name=name, progress=report,
+        )  # fmt: skip
+        return separated(measure_profile(timer), starts)
+
+
+def _probed(
+    module: nn.Module, step: Step, batch: Any, max_share: float
+) -> tuple[LayerGraph, tuple[int, ...]]:
+    batch_spec: BatchSpec | ModuleSplit | None = ModuleSplit.of(module)
+    total = count_samples(batch, batch_spec)
+    if total is not None:
+        batch_spec = batch_spec or BatchSpec.of(batch, total)
+        if total > _NUM_PROBED_SAMPLES:
+            batch = take_samples(batch, total, _NUM_PROBED_SAMPLES, batch_spec)
+    graph = probe(module, step, batch, max_share=max_share, batch_spec=batch_spec)
+    return graph, find_chains(module, step, batch, graph).starts
+
+
+def default_step(module: nn.Module) -> Step:
+    """Returns a step that calls `training_step`, with the batch's index if it takes one.
+
+    Raises:
+        ConfigurationError: There is no `training_step`.
+    """
+    training_step = getattr(module, "training_step", None)
+    if not callable(training_step):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no training_step; "
+            "pass step=lambda module, batch: ... that returns the loss"
+        )
+    takes_index = len(inspect.signature(training_step).parameters) > 1
+    arguments = (0,) if takes_index else ()
+    return lambda module, batch: module.training_step(batch, *arguments)
+
+
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def in_precision(step: Step, precision: str, device: str) -> Step:
+    """Returns a step under the autocast of a Lightning precision; raises ConfigurationError for an unknown one."""
+    require_choice("precision", precision, ("32-true", *_MIXED))
+    if precision == "32-true":
+        return step
+
+    def cast(module: Any, batch: Any) -> Any:
+        with torch.autocast(torch.device(device).type, _MIXED[precision]):
+            return step(module, batch)
+
+    return cast
+
+
+@contextlib.contextmanager
+def bar(
+    wanted: bool, what: str = "profiling", *, counted: bool = True, stays: bool = True
+) -> Iterator[Progress | None]:
+    """Shows a progress bar on standard error, if `wanted`; with the share if `counted`, for good if it `stays`."""
+    if not wanted:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:28}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=not stays) as shown:
+        task = shown.add_task(what, total=1.0 if counted else None)
+        report: Callable[[str, float], None] = lambda what, share: shown.update(
+            task, description=what, completed=share
+        )
+        yield report

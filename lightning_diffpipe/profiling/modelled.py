@@ -45,13 +45,13 @@ from lightning_diffpipe.graph.sizes import layer_sizes
 from lightning_diffpipe.graph.step import Step
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling.layer_costs import MeasuredCosts, Seen, encodings
-from lightning_diffpipe.profiling.state import scratch_gradients
 from lightning_diffpipe.profiling.step_run import (
     Backward,
     StepRun,
     StepTimes,
     kept_bytes,
     saved_bytes,
+    scratch_gradients,
 )
 
 TERA = 1e12

@@ -22,8 +22,7 @@ from torch import Tensor
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.comm.transport import PendingWork, Transport
 from lightning_diffpipe.graph.trial import hooks_off
-from lightning_diffpipe.planning.laws import messages_of_edge
-from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.planning.schedule import Schedule, messages_of_edge
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, StepWork
 from lightning_diffpipe.runtime.executor import Executor, run_alone
 from lightning_diffpipe.runtime.recording import Recording

@@ -7,8 +7,6 @@ time until the message is there:
         filler.fill(wait, executor.recording)           # or run frozen layers of coming batches
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
@@ -34,7 +32,7 @@ from lightning_diffpipe.planning.instruction import (
     UpdateWeights,
     Wait,
 )
-from lightning_diffpipe.planning.savings import streamed_runs
+from lightning_diffpipe.planning.memory import streamed_runs
 from lightning_diffpipe.runtime.bubbles import Filler, FrozenWork
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner

@@ -13,8 +13,6 @@ with diffusers' own warning.
 Source: IP-Adapter, Ye et al. (2023), https://arxiv.org/abs/2308.06721
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json

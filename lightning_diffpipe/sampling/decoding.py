@@ -16,8 +16,6 @@ is sent before all ranks have computed, so that one that fails keeps none waitin
 Source: `enable_tiling` and `enable_slicing` of diffusers' autoencoders.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping

@@ -10,8 +10,6 @@ A copy from another time of the training is caught in as little as one tensor: a
 one, weight decay at the least. Single bytes of a large tensor, or a few rows of a table, are not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

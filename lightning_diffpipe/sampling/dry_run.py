@@ -12,8 +12,6 @@ follow each other. So further runs observe it:
     NaN in the last one    what becomes NaN is its rows; what still is NaN at the end the last step does not tell
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

@@ -33,11 +33,11 @@ from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.loop import callbacks_in, settings_restored
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
+from lightning_diffpipe.sampling.pipefusion.patch import resident_parameters
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     SEQUENCE_MODES,
     refuse_without_normaliser,
 )
-from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
 from lightning_diffpipe.sampling.report import SamplingReport, SamplingStatistics
 from lightning_diffpipe.sampling.request import OneProcess, Request, Sampler, require_warmup
 from lightning_diffpipe.sampling.skeleton import load_weights

@@ -17,8 +17,6 @@ of them. Here layers stay `nn.Linear`, whose weights are read by their names as 
 files, they take no memory until their rank places them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

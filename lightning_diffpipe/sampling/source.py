@@ -4,8 +4,6 @@ A source opens a model on disk. On rank 0 it has text encoders and autoencoder, 
 denoiser, whose weights are read once it is known which layers a rank runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import inspect

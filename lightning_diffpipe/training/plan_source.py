@@ -7,8 +7,6 @@
 `basis_of` returns the costs, `plan_of_rank_0` the plan.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Mapping, Sequence

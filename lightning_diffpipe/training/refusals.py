@@ -50,9 +50,9 @@ from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.schedules import SCHEDULES
-from lightning_diffpipe.runtime.optimizer_offload import may_be_offloaded
-from lightning_diffpipe.runtime.optimizer_sharding import (
+from lightning_diffpipe.runtime.optimizer_states import (
     may_be_divided,
+    may_be_offloaded,
     switches_weights,
     updates_independently,
     with_wrapped,

@@ -2,7 +2,7 @@
 
     Lightning calls             what happens                                          where
     setup_environment, barrier  processes start, meet and end                         processes.py
-    setup                       probe, profile, plan, place parameters                preparation.py, assembly.py
+    setup                       probe, profile, plan, place parameters                preparation.py
     batch_to_device             one rank of a pipeline loads, the others get batches  loader.py
     training_step               the schedule runs forward and backward                runtime/engine.py
     (zero_grad)                 gradients have been taken away before                 runtime/reduction.py
@@ -332,7 +332,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             spec = SCHEDULES.get(self._options.schedule)
             if spec and not spec.flushes and self.world_size > 1:
                 refuse_without_flush(trainer, spec.name)
-        self._watch_data(trainer)
+        # Metrics count each batch once, and the transfer hook does not run again for a batch that was fetched.
+        self._metric_sync = MetricSync(trainer, lambda: self.mesh, self._until_teardown)
+        module: Any = self.lightning_module
+        once = partial(_once, module._on_before_batch_transfer)
+        self._until_teardown.enter_context(patched(module, _on_before_batch_transfer=once))
         self.model = self.precision_plugin.convert_module(self.model)
         self._failed = self._warned_of_outputs = False
         if fitting and 0 not in (
@@ -388,13 +392,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             if len(self.pipeline.plan.stages) > 1:
                 trained = self.pipeline.trained.values()
                 self._until_teardown.enter_context(refusing_norms_of_a_stage(trained))
-
-    def _watch_data(self, trainer: Any) -> None:
-        """Lets metrics count each batch once, and the transfer hook not run again for a batch that was fetched."""
-        self._metric_sync = MetricSync(trainer, lambda: self.mesh, self._until_teardown)
-        module: Any = self.lightning_module
-        once = partial(_once, module._on_before_batch_transfer)
-        self._until_teardown.enter_context(patched(module, _on_before_batch_transfer=once))
 
     def _set_up_pipeline(self, trainer: Any) -> None:
         """Plans and assembles the pipeline from the first batch, and connects Lightning's hooks with it."""

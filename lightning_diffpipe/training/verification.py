@@ -40,7 +40,7 @@ from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.graph.versions import rounding_of
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.profiling.state import undisturbed
+from lightning_diffpipe.profiling.step_run import undisturbed
 from lightning_diffpipe.runtime.batch_layout import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache

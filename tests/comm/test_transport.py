@@ -2,23 +2,33 @@
 
 `Transport` itself, all ranks in one process: `torch.distributed` is a dict here, whose works keep their
 tensors, as gloo's do, and fail where a real wait would block.
+
+Calls that may never return, each in a thread of its own.
+
+Queues of a GPU are asked for before its first use.
 """
 
 import contextlib
+import os
 import threading
 import time
+import weakref
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_diffpipe import DiffPipeStrategy, predictor
 from lightning_diffpipe.comm import transport, waiting
 from lightning_diffpipe.comm.transport import MessageKey, Transport, message_key
-from lightning_diffpipe.errors import ScheduleError
+from lightning_diffpipe.comm.waiting import ask_for_queues, in_thread
+from lightning_diffpipe.errors import ConfigurationError, ScheduleError
 from lightning_diffpipe.planning.instruction import Backward, BackwardInput, Forward
 from lightning_diffpipe.planning.lowering import delivered, lower
 from tests.graph.steps import Skips, StableDiffusion, image_batch, rows, small_unet, step
@@ -285,3 +295,107 @@ def test_a_receive_that_begins_before_an_earlier_one_of_its_sender_is_refused(wi
     with pytest.raises(ScheduleError, match=r"microbatch=1.* of rank 0 before .*microbatch=0"):
         carrier.wait(second)
     pipeline.close()
+
+
+class Buffer:
+    """Something whose end can be seen."""
+
+
+def test_what_a_call_gives_or_raises_comes_to_who_asks():
+    def fail():
+        raise TimeoutError("nothing came")
+
+    assert in_thread(lambda: 3, "test").result(5) == 3
+    with pytest.raises(TimeoutError, match="nothing came"):
+        in_thread(fail, "test").result(5)
+
+
+def test_calls_do_not_wait_for_each_other():
+    """One that was made first may end last, or never."""
+    ends = [threading.Event() for _ in range(3)]
+    calls = [in_thread(end.wait, "test") for end in ends]
+    for end, call in reversed(list(zip(ends, calls, strict=True))):
+        assert not call.done()
+        end.set()
+        assert call.result(5)
+
+
+def test_buffers_of_a_call_that_has_returned_are_free():
+    """A receive holds its buffer for as long as it waits, and no longer."""
+    buffer = Buffer()
+    seen, call = weakref.ref(buffer), in_thread(lambda held=buffer: bool(held), "test")
+    del buffer
+    assert call.result(5)
+    for thread in threading.enumerate():
+        if thread.name == "test":
+            thread.join(5)
+    assert seen() is None
+
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@pytest.fixture
+def unused(monkeypatch):
+    """A process that has not used CUDA, and in which nobody has said how many queues it shall have."""
+    monkeypatch.setenv(QUEUES, "")  # restored after the test, whatever it sets
+    monkeypatch.delenv(QUEUES)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_initialized", "queues"),
+    [
+        (
+            None,
+            False,
+            "32",
+        ),  # History: with eight, a send could wait for a receive of another for ever.
+        ("16", False, "16"),
+        (None, True, None),  # processes started later would believe it
+    ],
+)
+def test_all_queues_are_asked_for_unless_the_user_has_said_or_it_is_too_late(
+    given, is_initialized, queues, unused, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
+    if given is not None:
+        monkeypatch.setenv(QUEUES, given)
+    assert ask_for_queues() == (queues == "32")
+    assert os.environ.get(QUEUES) == queues
+
+
+def test_one_queue_is_refused(unused, monkeypatch):
+    """History: the value that Megatron asks for was accepted."""
+    monkeypatch.setenv(QUEUES, "1")
+    with pytest.raises(ConfigurationError, match=rf"{QUEUES}=1 leaves one queue .* {QUEUES}=32"):
+        ask_for_queues()
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "queues"), [("cuda:0", 2, "32"), ("cuda:0", 1, None), ("cpu", 2, None)]
+)
+def test_the_strategy_asks_before_it_sets_the_device(unused, monkeypatch, device, ranks, queues):
+    class Sets(Exception):
+        """Instead of setting the device."""
+
+    def sets(strategy):
+        raise Sets(os.environ.get(QUEUES))
+
+    monkeypatch.setattr(ParallelStrategy, "setup_environment", sets)
+    strategy = DiffPipeStrategy()
+    strategy.parallel_devices = [torch.device(device)]
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.cluster_environment.set_world_size(ranks)
+    with pytest.raises(Sets) as error:
+        strategy.setup_environment()
+    assert error.value.args == (queues,)
+
+
+@pytest.mark.parametrize(("world_size", "queues"), [("2", "32"), ("1", None)])
+def test_a_predictor_of_several_ranks_asks_as_well(unused, monkeypatch, world_size, queues):
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    predictor._device("cuda:0")
+    assert os.environ.get(QUEUES) == queues

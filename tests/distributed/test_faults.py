@@ -35,7 +35,7 @@ from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.comm import watcher
 from lightning_diffpipe.comm.rendezvous import align_parameters
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffPipeError
-from lightning_diffpipe.training import step_watch
+from lightning_diffpipe.training import pipeline
 from lightning_diffpipe.training.processes import ProcessHooks
 from lightning_diffpipe.training.refusals import refuse_on_several_ranks
 from tests.distributed.scenarios import Recorder, Settings, build, fit, fit_module, make, on_ranks
@@ -465,8 +465,8 @@ def test_what_is_refused_in_set_up_is_an_error_of_all_ranks():
 
 
 def fit_later_on_a_late_device(rank, path):
-    at_once, event = step_watch._values, types.SimpleNamespace(synchronize=lambda: None)
-    step_watch._values = lambda *step: dataclasses.replace(at_once(*step), event=event)
+    at_once, event = pipeline._values, types.SimpleNamespace(synchronize=lambda: None)
+    pipeline._values = lambda *step: dataclasses.replace(at_once(*step), event=event)
     callbacks = [FinalCheckpoint(path)] if path else []
     fit_module(Later, 2, max_epochs=2, max_steps=5, callbacks=callbacks)
 

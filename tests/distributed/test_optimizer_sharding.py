@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.modules import Muon, Optimization, Prodigy
-from lightning_diffpipe.runtime.optimizer_sharding import (
+from lightning_diffpipe.runtime.optimizer_states import (
     OptimizerSharding,
     stepping_ranks,
     updates_independently,

@@ -25,8 +25,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.step import batch_signature
-from lightning_diffpipe.planning.laws import messages_of_edge
-from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.schedule import Placement, messages_of_edge
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.runtime import partitioned
 from lightning_diffpipe.runtime.batch_layout import BatchLayout

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.probe import fold, probe
-from lightning_diffpipe.profiling.profiler import profile
+from lightning_diffpipe.profiling.measure import profile
 from tests.graph.emulate import check_split, reference
 
 SEED = 2

@@ -8,7 +8,7 @@ from torch.autograd import grad as early
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.profiling.profiler import profile
+from lightning_diffpipe.profiling.measure import profile
 from tests.graph.emulate import check_stages
 from tests.graph.steps import Block, Tower, rows, step
 

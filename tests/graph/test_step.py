@@ -1,6 +1,10 @@
-"""What a run of the step leaves as it was."""
+"""What a run of the step leaves as it was.
+
+Sizes of layers, to which profiling adds times and saved bytes.
+"""
 
 from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,8 +13,12 @@ from torch import nn
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassPrecision, MulticlassRecall
 
+from lightning_diffpipe.graph.sizes import layer_sizes
 from lightning_diffpipe.graph.step import logged_values
 from lightning_diffpipe.graph.trial import untouched
+from lightning_diffpipe.planning.profile import Seconds
+from lightning_diffpipe.profiling.measure import LayerTimer, measure_profile
+from tests.profiling.toys import toy
 
 
 class Keeps(nn.Module):
@@ -165,3 +173,38 @@ def test_metrics_of_a_group_share_their_state_when_they_are_logged():
     }
     one, other = dict.values(root.metrics._modules)
     assert one.tp is other.tp
+
+
+NOTHING = Seconds.per_sample(0.0)
+
+
+def without_times(profile):
+    """What does not depend on a run."""
+    (backbone,) = profile.backbones
+    layers = (
+        replace(
+            layer, forward_s=NOTHING, backward_s=NOTHING, weight_gradient_s=None,
+            activation_bytes_per_sample=0, activation_bytes_per_microbatch=0,
+        )
+        for layer in backbone.layers
+    )  # fmt: skip
+    backbone = replace(backbone, layers=tuple(layers), repeated_s=None, split_s=None)
+    encoders = (
+        replace(e, layers=tuple(replace(layer, forward_s=NOTHING) for layer in e.layers))
+        for e in profile.encoders
+    )
+    return replace(profile, backbones=(backbone,), encoders=tuple(encoders))
+
+
+def test_profiling_adds_times_to_sizes_and_changes_none():
+    module, step, batch, graph = toy()
+    sizes = layer_sizes(module, graph)
+    timer = LayerTimer(
+        module, step, batch, graph, sample_counts=(2,), repeats=3, finds_results=False
+    )
+    profile = measure_profile(timer)
+    assert without_times(profile) == sizes
+    assert sum(x.parameter_bytes for x in (*sizes.layers, *sizes.frozen_layers)) == sum(
+        p.nbytes for p in module.parameters()
+    )
+    assert all(x.forward_s.at(2) > 0 for x in (*profile.layers, *profile.frozen_layers))

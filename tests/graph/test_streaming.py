@@ -9,7 +9,7 @@ from torch import nn
 from lightning_diffpipe.graph.placement import host_value, is_placeholder, place_parameters
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.streaming import WeightStream, streamable
-from lightning_diffpipe.planning.savings import copies
+from lightning_diffpipe.planning.memory import copies
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,7 @@
-"""What was written or replaced is noticed."""
+"""What was written or replaced is noticed.
+
+How float32 is rounded.
+"""
 
 import multiprocessing
 
@@ -6,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_diffpipe.graph import versions
 from lightning_diffpipe.graph import versions as versions_module
 from lightning_diffpipe.graph.versions import Versions, circumstances, float32_precisions
 from lightning_diffpipe.sampling.rehearsal import tolerance_of
@@ -109,3 +113,23 @@ def test_precision_is_known_by_whatever_name_it_was_set(setting):
     process.start()
     process.join()
     assert process.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("products", "convolutions", "convolves", "expected"),
+    [
+        ("none", "tf32", True, 2.0**-10),
+        ("none", "tf32", False, 2.0**-23),
+        ("tf32", "none", False, 2.0**-10),
+        ("none", "none", True, 2.0**-23),
+    ],
+)
+def test_float32_on_a_gpu_may_have_the_digits_of_tf32(
+    products, convolutions, convolves, expected, monkeypatch
+):
+    """History: encoders whose convolutions rounded so, as they do by default, were said to mix samples."""
+    monkeypatch.setattr(versions, "float32_precisions", lambda: (products, convolutions, "none"))
+    gpu, host = torch.device("cuda"), torch.device("cpu")
+    assert versions.rounding_of(torch.float32, gpu, convolves) == expected
+    assert versions.rounding_of(torch.float32, host, convolves) == 2.0**-23
+    assert versions.rounding_of(torch.bfloat16, gpu, convolves) == 2.0**-7

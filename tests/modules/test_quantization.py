@@ -22,7 +22,7 @@ from lightning_diffpipe.graph.versions import plain_tensors
 from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
 from lightning_diffpipe.modules.on_paper import ModelOnPaper
 from lightning_diffpipe.predictor import Predictor
-from lightning_diffpipe.profiling.state import placed
+from lightning_diffpipe.profiling.step_run import placed
 from lightning_diffpipe.quantization import (
     Quantization,
     Weight8Bit,

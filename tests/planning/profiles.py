@@ -1,11 +1,27 @@
-"""Profiles and clusters for tests: equal layers, and random ones."""
+"""Profiles and clusters for tests: equal layers, and random ones.
+
+Golden timelines: images kept in files, whose changes a reviewer reads.
+
+`pytest tests/planning tests/viewing --update-golden` rewrites them.
+
+Costs of schedules in tests, in ticks: a number for every stage, or one for each.
+
+Sizes and placements over which the laws are checked.
+"""
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
 
 from lightning_diffpipe.planning.cluster import Cluster, Link
-from lightning_diffpipe.planning.evaluation import Proposal
+from lightning_diffpipe.planning.cost import CostModel
+from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
+from lightning_diffpipe.planning.instruction import Backward, BackwardWeight, Forward
+from lightning_diffpipe.planning.memory import peak_samples_of
+from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     EncoderLayerProfile,
@@ -18,6 +34,8 @@ from lightning_diffpipe.planning.profile import (
     Skip,
 )
 from lightning_diffpipe.planning.proposals import all_cuts, shapes
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.simulator import in_ticks, simulate
 
 
 def equal_profile(num_layers=12, frozen_share=0.0, forward_s=1.0, backward_s=2.0, **sizes):
@@ -145,7 +163,84 @@ def every_proposal(evaluator):
         yield from (Proposal(shape, cuts) for cuts in all_cuts(model, options, shape))
 
 
-def best_step_s(evaluator):
-    """Shortest step of all cuts that fit, in seconds; nothing where none does."""
-    fitting = filter(evaluator.fits, every_proposal(evaluator))
-    return min(map(evaluator.step_s, fitting), default=math.inf)
+TWO_STAGES = PlanOptions(4, num_stages=2, num_microbatches=4, num_replicas=1, data_parallel=1)
+
+
+def profile_of(layers):
+    return ModelProfile("model", (BackboneProfile("backbone", tuple(layers)),))
+
+
+def best_of_costs(costs, num_layers, cluster, options):
+    """Shortest step, in seconds, of every cut that fits, with the costs for every set of positions of layers."""
+    every = range(num_layers)
+    chosen = (positions for n in range(num_layers + 1) for positions in combinations(every, n))
+    evaluators = (Evaluator(CostModel(costs(each), cluster), options) for each in chosen)
+    fitting = (e.step_s(p) for e in evaluators for p in filter(e.fits, every_proposal(e)))
+    return min(fitting, default=math.inf)
+
+
+TESTS = Path(__file__).parent.parent
+
+
+def check_golden(name: str, text: str, update: bool, folder: str = "planning") -> None:
+    path = TESTS / folder / "golden" / f"{name}.txt"
+    if update:
+        path.write_text(text.rstrip() + "\n")
+    assert text.rstrip() == path.read_text().rstrip()
+
+
+def tick_costs(schedule, reduce=0, exchange=0, encode=1, holds_sender=False, **by_stage):
+    """The costs of `in_ticks` with others in place of `forward`, `activation` ..., by the stage that reads them."""
+    costs, count = in_ticks(schedule), schedule.num_microbatches
+
+    def row(ticks, length):
+        return tuple(ticks) if isinstance(ticks, Sequence) else (ticks,) * length
+
+    tables = {
+        f"{name}_s": tuple((ticks,) * count for ticks in row(value, schedule.num_stages))
+        for name, value in by_stage.items()
+    }
+    return replace(
+        costs,
+        encode_s=row(encode, len(costs.encode_s)),
+        all_reduce_s=(reduce,) * schedule.num_ranks,
+        all_gather_s=exchange,
+        holds_sender=holds_sender,
+        **tables,
+    )
+
+
+def simulated(schedule, **ticks):
+    return simulate(schedule, tick_costs(schedule, **ticks))
+
+
+EQUAL = [(S, M) for S in range(1, 9) for M in (1, 2, 3, 5, 8, 16)]
+
+REPLICAS = [(1, 3), (3, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2), (3, 2, 1), (1, 2, 3), (4,)]
+UNEQUAL = [(replicas, M) for replicas in REPLICAS for M in (1, 2, 3, 5, 8, 13)]
+
+
+def placement_of(size: int | tuple[int, ...]) -> Placement:
+    return Placement.of_replicas((1,) * size if isinstance(size, int) else size)
+
+
+ALL = [*EQUAL, *UNEQUAL]
+
+
+def peak_samples(schedule, sizes):
+    """By rank and stage: the most samples, and microbatches, that wait for a backward."""
+    stages_of = schedule.placement.stages_of
+    return tuple(
+        peak_samples_of(program, stages_of(rank), sizes)
+        for rank, program in enumerate(schedule.programs)
+    )
+
+
+def peak_alive(program):
+    """The most microbatches that a rank keeps at a time between forwards and their backwards."""
+    alive = peak = 0
+    for instruction in program:
+        alive += isinstance(instruction, Forward)
+        alive -= isinstance(instruction, (Backward, BackwardWeight))
+        peak = max(peak, alive)
+    return peak

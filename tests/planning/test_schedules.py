@@ -1,18 +1,22 @@
-"""Every schedule's image, and its closed form where there is one."""
+"""Every schedule's image, and its closed form where there is one.
+
+PipeFusion on paper: its turns, and the bytes and messages that the tests expect of them.
+"""
 
 import random
 from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lightning_diffpipe.errors import ScheduleError
+from lightning_diffpipe.errors import ConfigurationError, ScheduleError
 from lightning_diffpipe.planning.filling import encode_parts
 from lightning_diffpipe.planning.instruction import Backward, BackwardInput, BackwardWeight
-from lightning_diffpipe.planning.laws import check_laws
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.passes import schedule_of_passes, widened
-from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.planning.schedule import Placement, check_laws
 from lightning_diffpipe.planning.schedules import SCHEDULES, zero_bubble_v
 from lightning_diffpipe.planning.schedules import v as v_placed
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
@@ -30,11 +34,11 @@ from lightning_diffpipe.planning.schedules.pipedream import (
     pipedream_vertical_sync,
     unrolled,
 )
+from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.simulator import in_ticks, makespan, outline_of, simulate
+from tests.sampling.traffic import CHANGE_BYTES, pipefusion_bytes, pipefusion_messages
 
-from .drawings import check_golden
-from .sizes import peak_alive
-from .ticks import simulated
+from .profiles import check_golden, peak_alive, simulated
 
 SIZES = list(product(range(1, 7), range(1, 10)))
 
@@ -273,3 +277,53 @@ def test_pipedream_keeps_a_version_for_each_batch_in_flight(replicas, versions):
 def test_pipedream_has_no_bubble_between_batches(S):
     """Draining costs (S - 1) (f + b) once, however many batches there are."""
     assert simulate(unrolled(pipedream(S, 1), 50)).iteration_s == 3 * (50 + S - 1)
+
+
+@given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 6), st.integers(1, 5))
+def test_bytes_do_not_depend_on_patches_or_warmup(steps, warmup, patches, ranks):
+    plan = PipeFusionPlan(steps, warmup, patches, ranks)
+    sent = pipefusion_bytes(plan, [100] * (ranks - 1), 7)
+    expected = {
+        "hidden": steps * (ranks - 1) * 100,
+        "latents": (steps - 1) * 7,
+        "result": (ranks - 1) * 7,
+    }
+    assert sent == ({k: size for k, size in expected.items() if size} if ranks > 1 else {})
+
+
+@given(st.integers(2, 8), st.integers(0, 3), st.integers(2, 6), st.integers(2, 5))
+def test_messages(steps, warmup, patches, ranks):
+    """(N - 1) (W + (S - W) M) between stages, W + (S - W - 1) M back."""
+    if warmup >= steps:
+        return
+    sent = pipefusion_messages(PipeFusionPlan(steps, warmup, patches, ranks), [1] * (ranks - 1))
+    turns = warmup + (steps - warmup) * patches
+    assert sent["hidden"] == (ranks - 1) * turns
+    assert sent["latents"] == turns - patches
+
+
+def test_sharing_tokens_adds_what_the_ranks_of_a_stage_trade():
+    """Two stages of two ranks: each pipeline carries half, and rows are put together once."""
+    plan = PipeFusionPlan(10, 2, 2, num_ranks=2, automatic=True, ranks_per_stage=2)
+    assert pipefusion_bytes(plan, [100], 7, attention_bytes=(30, 40)) == {
+        "hidden": 10 * 100, "latents": 9 * 7, "result": (1 + 2) * 7, "sequence": 2 * 30 + 8 * 40,
+        "statistics": 2 * 2 * CHANGE_BYTES, "control": 2 * 2,
+    }  # fmt: skip
+    sent = pipefusion_messages(plan, [1], attention_messages=4)
+    turns = 2 + 8 * 2
+    assert (sent["hidden"], sent["sequence"]) == (2 * turns, 4 * turns)
+
+
+def test_turns_are_synchronous_steps_in_microbatches_then_patches():
+    plan = PipeFusionPlan(3, 1, 3, 2, warmup_microbatches=2)
+    found = [(t.step, t.patch, t.microbatch, t.is_first, t.is_last) for t in plan.turns]
+    assert found[:2] == [(0, None, (0, 2), True, False), (0, None, (1, 2), False, True)]
+    assert found[2:] == [
+        (step, patch, (0, 1), patch == 0, patch == 2) for step in (1, 2) for patch in range(3)
+    ]
+    assert [t.index for t in plan.turns] == list(range(8))
+
+
+def test_a_plan_without_steps():
+    with pytest.raises(ConfigurationError, match="at least one step"):
+        PipeFusionPlan(0, 0, 1, 1)

@@ -16,10 +16,9 @@ import torch
 from benchmarks.schedules import steps as measured_steps
 from lightning_diffpipe.errors import PlanError
 from lightning_diffpipe.planning import cut_search, evaluation
-from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun, PipelineLinks, pipeline_costs
-from lightning_diffpipe.planning.cut_search import Search
+from lightning_diffpipe.planning.cut_search import Bounds, Search
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal, preference
 from lightning_diffpipe.planning.filling import encode_parts, split_evenly
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
@@ -51,21 +50,21 @@ from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import makespan, outline_of, simulate
-from lightning_diffpipe.viewing.explain import explain
+from lightning_diffpipe.viewing.report import explain
 from tests.rows import row
 
 from .profiles import (
     equal_profile,
     every_proposal,
+    peak_samples,
     random_case,
     random_cluster,
     random_profile,
     several_backbones,
+    tick_costs,
     twice,
     unet_profile,
 )
-from .sizes import peak_samples
-from .ticks import tick_costs
 
 
 def seeds(num_seeds, num_fast):

@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import pytest
 
@@ -11,22 +11,21 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.instruction import Backward, Forward
-from lightning_diffpipe.planning.options import PlanOptions
-from lightning_diffpipe.planning.partition import Stage
-from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, ModelProfile, Seconds
-from lightning_diffpipe.planning.proposals import shapes
-from lightning_diffpipe.planning.savings import (
+from lightning_diffpipe.planning.memory import (
     checkpointed,
     copies,
     streamed,
     streamed_runs,
     streamed_where_needed,
 )
+from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.partition import Stage
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import LayerProfile, Seconds
+from lightning_diffpipe.planning.proposals import shapes
 from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.viewing.explain import explain
-from lightning_diffpipe.viewing.report import report
-from tests.planning.profiles import best_step_s
+from lightning_diffpipe.viewing.report import explain, report
+from tests.planning.profiles import TWO_STAGES, best_of_costs, profile_of
 
 
 def layer(name, forward_s=1.0, frozen=100):
@@ -44,12 +43,7 @@ def layer(name, forward_s=1.0, frozen=100):
     )
 
 
-def profile_of(layers):
-    return ModelProfile("model", (BackboneProfile("backbone", tuple(layers)),))
-
-
 EIGHT = profile_of(map(layer, "abcdefgh"))
-TWO_STAGES = PlanOptions(4, num_stages=2, num_microbatches=4, num_replicas=1, data_parallel=1)
 ONE_STAGE = PlanOptions(4, num_stages=1, num_microbatches=4, data_parallel=1, num_replicas=1)
 ADAPTERS = 10 * (1 + 1 + 2)  # with gradients and moments
 
@@ -204,9 +198,8 @@ def test_what_two_slots_hold_need_not_be_streamed():
 def best_of_all(profile, cluster, options):
     """Every cut with every set of streamed layers, the others recomputed."""
     every, rate = range(len(profile.layers)), cluster.host_bytes_per_s
-    chosen = (positions for n in range(len(every) + 1) for positions in combinations(every, n))
-    costs = (streamed(checkpointed(profile, every), positions, rate) for positions in chosen)
-    return min(best_step_s(Evaluator(CostModel(each, cluster), options)) for each in costs)
+    costs = lambda positions: streamed(checkpointed(profile, every), positions, rate)
+    return best_of_costs(costs, len(every), cluster, options)
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""Meshes of ranks, and the rule that chooses a method."""
+"""Meshes of ranks, and the rule that chooses a method.
+
+The table of denoisers in `docs/sampling_models.md` says what happens: some rows of it, sampled again.
+"""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,7 +14,8 @@ from hypothesis import strategies as st
 
 from lightning_diffpipe import predictor
 from lightning_diffpipe.comm.links import ProcessLinks
-from lightning_diffpipe.errors import ConfigurationError, GraphError
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
+from lightning_diffpipe.errors import ConfigurationError, GraphError, LayoutError
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.sampling_rule import (
@@ -22,7 +26,10 @@ from lightning_diffpipe.planning.sampling_rule import (
 )
 from lightning_diffpipe.sampling import world
 from lightning_diffpipe.sampling.methods import Chooser, MethodOptions
+from lightning_diffpipe.sampling.pipefusion import SequenceParallel
 from lightning_diffpipe.sampling.world import AXES, SamplingMesh, World, fit_mesh, fitting_meshes
+from tests.predictor.write_models import PATH, request_of, row
+from tests.zoo import CASES
 
 sizes = st.integers(1, 4)
 
@@ -300,3 +307,36 @@ def test_every_process_takes_a_gpu_of_its_own(wish, current, expected, world_siz
     assert device.index == expected
     sets = wish in (None, "cuda") or (wish == "cuda:0" and world_size == "8")
     assert chosen == ([device] if sets else [])
+
+
+NAMES = [
+    "PixArtTransformer2DModel",  # yes to all
+    "WanTransformer3DModel",  # a video
+    "LuminaNextDiT2DModel",
+    "ZImageTransformer2DModel",  # pads the image with text, once
+    "HunyuanVideoTransformer3DModel token replace",  # not refused, and wrong
+    "OmniGenTransformer2DModel",  # the probe admits it, attention does not
+    "PRXTransformer2DModel",  # text does not attend itself, but is divided in a ring
+    "UNet2DModel",
+]
+
+
+def test_text_that_does_not_attend_itself_is_refused_by_ulysses_and_the_ring_is_named():
+    """History: heads were sent as if text had queries, and ended in an error of torch."""
+    requests = [request_of(CASES["PRXTransformer2DModel"]) for _ in range(2)]
+
+    def rank(links):
+        return SequenceParallel(requests[links.rank].model, links, mode="ulysses").sample(
+            requests[links.rank]
+        )
+
+    with pytest.raises(
+        LayoutError, match=r"attends from .* which Ulysses does not divide; use ring"
+    ):
+        LoopbackNetwork(2).run(rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_of_the_table(name):
+    assert row(CASES[name]) in PATH.read_text().splitlines()

@@ -5,7 +5,7 @@
 Each is a tiny model of the zoo that takes latents, in evaluation mode, and all three columns are found by sampling.
 *Patches*: two patches of PipeFusion, with keys and values of the step before, whose latents were the same, give
 what one process gives. *Tokens*: so do two ranks of sequence parallelism. *Bands*: so do two synchronous bands of
-DistriFusion. `test_models.py` runs some rows again.
+DistriFusion. `test_mesh.py` runs some rows again.
 """
 
 import re

@@ -14,7 +14,7 @@ from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.layer_costs import encodings, estimate_profile, found_by_running
-from lightning_diffpipe.profiling.profiler import profile
+from lightning_diffpipe.profiling.measure import profile
 
 from ..distributed.tiny import Samples, TinyDiffusion
 from ..runtime.loopback import Loopback, run_together

@@ -1,3 +1,8 @@
+"""Which layers are timed as one.
+
+Attribution of glue, on paper.
+"""
+
 import copy
 import gc
 import random
@@ -5,6 +10,7 @@ import statistics
 import time
 import weakref
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,13 +21,17 @@ from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError, ProfileError
 from lightning_diffpipe.graph.backward import NestedExits
+from lightning_diffpipe.graph.layer import ContainerCall
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.graph.sizes import boundary_bytes
+from lightning_diffpipe.graph.sizes import boundary_bytes, equal_layers
 from lightning_diffpipe.graph.step import take_samples
-from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.profiling import measure, profiler, state, step_run
-from lightning_diffpipe.profiling.measure import LayerTimer, measure_profile
-from lightning_diffpipe.profiling.profiler import in_precision
+from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.cost import CostModel, LayerRun
+from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, ModelProfile, Seconds
+from lightning_diffpipe.profiling import measure, step_run
+from lightning_diffpipe.profiling.layer_costs import averaged, backward_s, forward_s, repeated_s
+from lightning_diffpipe.profiling.measure import LayerTimer, in_precision, measure_profile
+from lightning_diffpipe.profiling.step_run import StepTimes
 from tests.profiling.toys import CpuClock, Toy, batch_of, toy
 
 
@@ -270,7 +280,7 @@ def test_refuses_effort_that_is_not_positive(option):
     with pytest.raises(
         ConfigurationError, match=f"{next(iter(option))} must be a number > 0; got "
     ):
-        profiler.profile(nn.Linear(2, 1), torch.ones(4, 2), step=lambda m, x: m(x).mean(), **option)
+        measure.profile(nn.Linear(2, 1), torch.ones(4, 2), step=lambda m, x: m(x).mean(), **option)
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -296,9 +306,9 @@ def test_reports_progress():
 def test_a_batch_on_the_host_follows_its_module(monkeypatch):
     """History: the probe of a module on a GPU met a batch on the host and failed; `meta` is the device here."""
     module = Toy().to("meta")
-    monkeypatch.setattr(profiler, "measure_profile", lambda timer: timer)
-    monkeypatch.setattr(profiler, "separated", lambda found, starts: found)
-    timer = profiler.profile(module, batch_of(8))
+    monkeypatch.setattr(measure, "measure_profile", lambda timer: timer)
+    monkeypatch.setattr(measure, "separated", lambda found, starts: found)
+    timer = measure.profile(module, batch_of(8))
     assert {timer.place, timer.batch["x"].device} == {torch.device("meta")}
     assert timer.graph.path_names == toy()[3].path_names
 
@@ -422,7 +432,7 @@ def test_what_fits_is_counted_with_what_is_there(on_device, monkeypatch):
 @pytest.mark.parametrize("shared_bytes", [2**28, 4 * 40])
 def test_gradients_of_a_timed_step_share_memory(shared_bytes, monkeypatch):
     """History: ranks timed a model with gradients of all of it, of which each trains a part."""
-    monkeypatch.setattr(state, "_SHARED_BYTES", shared_bytes)
+    monkeypatch.setattr(step_run, "_SHARED_BYTES", shared_bytes)
     module = nn.Sequential(nn.Linear(7, 5), nn.Conv2d(2, 2, 3), nn.Linear(4, 5, bias=False))
     module[1].to(memory_format=torch.channels_last)
     module[2].double()
@@ -430,11 +440,11 @@ def test_gradients_of_a_timed_step_share_memory(shared_bytes, monkeypatch):
     del named["1.bias"]
     numbers = 36 + 8 + 36, 20  # in float32, in float64, each in whole words of 16 bytes
     expected = 4 * min(numbers[0], shared_bytes // 4), 8 * min(numbers[1], shared_bytes // 8)
-    with state.scratch_gradients(module, frozenset(named)):
+    with step_run.scratch_gradients(module, frozenset(named)):
         memory = [p.grad.untyped_storage() for p in named.values()]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in memory}
         assert sorted(sizes.values()) == sorted(expected)
-        assert sum(expected) == state.scratch_bytes(named.values())
+        assert sum(expected) == step_run.scratch_bytes(named.values())
         for parameter in named.values():
             assert parameter.grad.stride() == parameter.stride()
             assert torch.equal(parameter.grad, torch.zeros_like(parameter))
@@ -612,3 +622,112 @@ def test_casts_of_weights_count_for_each_microbatch():
     assert first.activation_bytes_per_microbatch == 0  # no gradient goes on to the batch
     assert second.activation_bytes_per_microbatch == 2 * width * width
     assert first.activation_bytes_per_sample == second.activation_bytes_per_sample == 2 * width
+
+
+def chain(*blocks):
+    module = nn.Sequential(*blocks).train()
+    batch, step = torch.randn(8, 16), lambda module, batch: module(batch).square().mean()
+    return module, step, batch, probe(module, step, batch[:2], max_share=0.01)
+
+
+def test_equal_blocks_are_alike_the_first_and_other_shapes_are_not():
+    module, _, _, graph = chain(*(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 8))
+    assert equal_layers(module, graph) == [[0], [1, 2, 3], [4]]  # nothing before 0 wants a gradient
+
+
+def test_a_frozen_block_is_not_like_a_trained_one():
+    blocks = [nn.Linear(16, 16) for _ in range(4)]
+    blocks[2].requires_grad_(False)
+    module, _, _, graph = chain(*blocks)
+    assert equal_layers(module, graph) == [[0], [1, 3], [2]]
+
+
+def test_a_disturbed_block_does_not_stand_out():
+    """History: medians over blocks made the backward of a step with disturbances 6 to 8 % too short."""
+    disturbed = StepTimes((9.0, 0, 0, 0), (1.0, 1.5, 7.0, 2.0), 0, (2.0, 9.0, 2.5, 4.0), 0)
+    times = averaged(disturbed, [[0, 1, 2], [3]])
+    assert times.inside == pytest.approx((9.5 / 3, 9.5 / 3, 9.5 / 3, 2.0))
+    assert times.backward == (4.5, 4.5, 4.5, 4.0)
+    assert times.before == disturbed.before
+    assert times.total_s == pytest.approx(disturbed.total_s)
+
+
+def test_a_profile_gives_alike_layers_one_time():
+    """Profiles of three runs differed by half from block to block, and stages were cut accordingly."""
+    module, step, batch, graph = chain(*(nn.Linear(16, 16) for _ in range(6)))
+    profile = measure_profile(
+        LayerTimer(module, step, batch, graph, sample_counts=(4,), repeats=3, finds_results=False)
+    )
+    middle = profile.backbones[0].layers[1:-1]
+    assert len({layer.backward_s for layer in middle}) == 1
+
+
+@dataclass
+class Entry:
+    index: int
+    frozen: bool
+
+
+class Graph:
+    """As much of a `LayerGraph` as attribution reads; "f" is a frozen layer, "t" one of the path."""
+
+    def __init__(self, kinds, calls=()):
+        self.layers = tuple(Entry(i, kind == "f") for i, kind in enumerate(kinds))
+        self.frozen = tuple(i for i, kind in enumerate(kinds) if kind == "f")
+        self.path = tuple(i for i, kind in enumerate(kinds) if kind == "t")
+        self.calls = tuple(ContainerCall("container", *span, draws_random=False) for span in calls)
+
+
+def times(before, inside, tail=0.0, backward=None, backward_tail=0.0):
+    return StepTimes(
+        tuple(before), tuple(inside), tail, tuple(backward or [0.0] * len(inside)), backward_tail
+    )
+
+
+@pytest.mark.parametrize(
+    ("graph", "tail", "expected_s"),
+    [
+        # Glue counts for the layer that it feeds, and the loss for the last one.
+        (Graph("tt"), 16, [11, 20 + 2 + 16]),
+        # In front of a frozen layer it counts for the path, too; not inside a frozen container, but in a mixed one.
+        (Graph("ftft"), 16, [11, 20 + 2 + 1, 34, 40 + 8 + 4 + 16]),
+        (Graph("fft", calls=[(0, 2)]), 0, [11, 22, 30 + 4 + 1]),
+        (Graph("fft", calls=[(0, 3)]), 0, [11, 22, 30 + 4 + 1 + 2]),
+        # A frozen layer behind the path keeps its own.
+        (Graph("tf"), 16, [11 + 16, 22]),
+    ],
+)
+def test_what_glue_counts_for(graph, tail, expected_s):
+    count = len(graph.layers)
+    glue_s, layers_s = [1, 2, 4, 8][:count], [10, 20, 30, 40][:count]
+    assert forward_s(graph, times(glue_s, layers_s, tail=tail)) == expected_s
+
+
+def test_the_backward_of_the_loss_counts_for_the_last_layer():
+    graph = Graph("ftt")
+    whole = times([0] * 3, [0] * 3, backward=[0, 5, 6], backward_tail=2)
+    assert backward_s(graph, whole) == [0, 5, 6 + 2]
+
+
+def test_total_is_the_whole_step():
+    whole = times([1, 2], [10, 20], tail=4, backward=[5, 6], backward_tail=2)
+    assert whole.total_s == pytest.approx(50)
+
+
+def test_glue_at_the_top_is_repeated_by_every_stage():
+    graph = Graph("ffttft", calls=[(0, 2)])
+    whole = times([1, 2, 4, 8, 16, 32], [0] * 6)
+    assert repeated_s(graph, whole) == 1 + 4  # not what lies between the frozen layers 0 and 1
+
+
+def test_a_later_stage_pays_for_it_again():
+    layers = tuple(
+        LayerProfile(name, Seconds.per_sample(1.0), Seconds.per_sample(2.0)) for name in "ab"
+    )
+    backbone = BackboneProfile("backbone", layers, Seconds.per_sample(0.25))
+    profile = ModelProfile("two layers", (backbone,))
+    model = CostModel(profile, Cluster(2))
+    assert model.forward_s(LayerRun(0, 2), 4) == 8
+    assert model.forward_s(LayerRun(0, 1), 4) == 4
+    assert model.forward_s(LayerRun(1, 2), 4) == 4 + 1
+    assert ModelProfile.from_json(profile.to_json()) == profile

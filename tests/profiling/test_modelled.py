@@ -1,3 +1,9 @@
+"""Peaks of devices by the names that drivers give them.
+
+The table of docs/memory.md is what is planned today.
+"""
+
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -6,8 +12,10 @@ import torch.utils._pytree as pytree
 from diffusers.pipelines.wan import pipeline_wan_i2v
 from torch import nn
 
+from benchmarks.memory.plans import CARDS, MODELS, TRAINED, cell
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import held_bytes
+from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.modules import PipelineDiffusion, on_paper
 from lightning_diffpipe.modules.on_paper import PUBLISHED, ModelOnPaper, OnPaper
 from lightning_diffpipe.pipelines.one_step import DENOISERS as DENOISER_NAMES
@@ -17,11 +25,13 @@ from lightning_diffpipe.profiling.modelled import (
     DeviceModel,
     ModelledClock,
     device_named,
+    flops_per_sample,
     fused_attention,
+    peak_of_name,
 )
 from lightning_diffpipe.quantization import quantization_named
 from tests.predictor.tiny_pipelines import wan_experts
-from tests.profiling.known import CONTROLNET, DENOISERS, check_known, tiny_configs
+from tests.profiling.toys import CONTROLNET, DENOISERS, check_known, tiny_configs
 from tests.rows import row
 from tests.zoo.pipelines import PIPELINES, SEEN, build
 
@@ -382,3 +392,97 @@ def test_a_well_known_model_is_modelled_whole():
     assert ModelProfile.from_json(profile.to_json()) == profile
     check_known("pixart", profile)
     check_block_of_pixart(profile.backbones[0].layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("Tesla T4", 65),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla V100-SXM3-32GB", 125),
+        ("Tesla V100-PCIE-32GB", 112),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("A100-SXM4-40GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+    ],
+)
+def test_half_precision_of_known_devices(name, teraflops):
+    """History: any part of a name counted, and the card for a PCIe slot as the faster one."""
+    assert peak_of_name(name, "16-mixed") == teraflops * 1e12
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA RTX A1000 Laptop GPU",
+        "NVIDIA RTX A1000",
+        "NVIDIA T400 4GB",
+        "NVIDIA T4G",
+        "NVIDIA A10",
+        "NVIDIA H20",
+        "Tesla V100S-PCIE-32GB",
+        "Tesla V100-FHHL-16GB",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4080",
+        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+        "GRID A100-10C",
+        "NVIDIA H100 NVL",
+        "NVIDIA H200 NVL",
+        "AMD Instinct MI300X",
+        "",
+    ],
+)
+def test_devices_that_are_not_known_have_no_peak(name):
+    """History: an RTX A1000 counted as an A100, for the letters that their names share."""
+    assert peak_of_name(name, "bf16-mixed") is None
+
+
+def test_types_that_a_device_has_no_units_for_count_as_single_precision():
+    assert peak_of_name("Tesla V100-PCIE-16GB", "bf16-mixed") == 14e12
+    assert peak_of_name("NVIDIA H100 PCIe", "32-true") == 378e12
+
+
+def test_layers_that_no_gradient_reaches_cost_their_forward_only():
+    """History: an estimate under `no_grad` counted as trained, which doubled self-conditioning."""
+    module, batch = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(4, 8)
+
+    def estimates_first(module, batch):
+        with torch.no_grad():
+            estimate = module(batch)
+        return module(batch + estimate).mean()
+
+    once = flops_per_sample(probe(module, lambda module, batch: module(batch).mean(), batch))
+    assert flops_per_sample(probe(module, estimates_first, batch)) == once * 4 / 3
+
+
+TABLE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+
+
+def test_every_model_is_in_the_table():
+    assert all(f"\n| {title} |" in TABLE for title in MODELS.values())
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [
+        ("sdxl", "adapters"), ("flux", "adapters"), ("flux", "adapters, 4 bits"), ("sd35", "adapters"),
+        ("sd35", "all weights"), ("flux2_klein", "adapters"),
+    ],
+)  # fmt: skip
+def test_rows_are_planned_again(name, trained):
+    start, (rank, quantization) = f"| {MODELS[name]} | {trained} | ", TRAINED[trained]
+    (line,) = [line for line in TABLE.splitlines() if line.startswith(start)]
+    written = line.removeprefix(start).removesuffix(" |").split(" | ")
+    cards = [each for each in CARDS if each.device == CARDS[0].device]
+    model = ModelOnPaper(name, CARDS[0].device, lora_rank=rank, quantization=quantization)
+    profile = model.profile()
+    assert [cell(profile, each) for each in cards] == written[: len(cards)]

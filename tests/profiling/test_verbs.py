@@ -9,7 +9,7 @@ from lightning_diffpipe.modules import on_paper
 from lightning_diffpipe.modules.parts import built_in
 from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, Seconds
 from tests import command
-from tests.profiling.known import tiny_configs
+from tests.profiling.toys import tiny_configs
 
 
 @pytest.fixture

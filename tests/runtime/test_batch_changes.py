@@ -12,7 +12,7 @@ from lightning_diffpipe.graph.call_sequences import CallSequences
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.probed_step import ProbedStep
 from lightning_diffpipe.graph.step import fresh
-from lightning_diffpipe.profiling.profiler import profile
+from lightning_diffpipe.profiling.measure import profile
 from lightning_diffpipe.training.verification import run_whole
 from tests.graph.emulate import intercepted, relative_error
 from tests.runtime.loopback import Loopback

@@ -12,11 +12,10 @@ import torch
 import torch.utils.checkpoint
 
 from lightning_diffpipe.planning.instruction import Encode, ExchangeFrozen, Staged
-from lightning_diffpipe.planning.laws import check_laws
-from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.planning.schedule import Schedule, check_laws
 from lightning_diffpipe.planning.simulator import simulate
 from tests.graph.steps import Block, Tower, step
-from tests.planning.drawings import check_golden
+from tests.planning.profiles import check_golden
 from tests.runtime.formula import DELAYS, SEED, Formula, Scheduler, adam, momentum, sgd
 from tests.runtime.loopback import Loopback
 from tests.zoo import in_double

@@ -1,5 +1,9 @@
-"""Microbatches: what is cut, what stays whole, and what is refused."""
+"""Microbatches: what is cut, what stays whole, and what is refused.
 
+Seeds that ranks share.
+"""
+
+import random
 from collections import UserDict, namedtuple
 from types import SimpleNamespace
 
@@ -10,6 +14,8 @@ from PIL import Image
 from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.rng import isolated_random_numbers
 from lightning_diffpipe.graph.step import BatchSpec, add_sample, count_samples, take_samples
 from lightning_diffpipe.runtime.batch_layout import (
     BatchLayout,
@@ -181,3 +187,27 @@ def test_losses_with_weights_of_their_own_ask_no_other_pipeline():
     works = [SimpleNamespace(num_samples=n, partitioned=weighted) for n in (3, 2)]
     layout.weigh(works, accumulate=2)
     assert [work.loss_scale for work in works] == [0.5, 0.5]
+
+
+def test_all_generators_are_seeded_and_put_back(monkeypatch):
+    """History: that of a GPU was not, and ranks validated with noise of their own."""
+    gpu = torch.Generator()  # stands for that of a GPU
+    monkeypatch.setattr(rng, "_cuda_generator", lambda: gpu)
+
+    def draw():
+        return [
+            random.random(), np.random.rand(), float(torch.rand(())),
+            float(torch.rand((), generator=gpu)),
+        ]  # fmt: skip
+
+    drawn = []
+    for _ in range(2):
+        before = rng.capture(host=True)
+        with isolated_random_numbers(7):
+            drawn.append(draw())
+        after = rng.capture(host=True)
+        assert torch.equal(before.cpu, after.cpu)
+        assert torch.equal(before.cuda, after.cuda)
+        assert before.host[0] == after.host[0]
+        draw()
+    assert drawn[0] == drawn[1]

@@ -15,9 +15,12 @@ from torch.optim.optimizer import (
 
 from lightning_diffpipe.graph.placement import placeholder_of
 from lightning_diffpipe.modules import Muon, Optimization, Prodigy
-from lightning_diffpipe.runtime import optimizer_offload
-from lightning_diffpipe.runtime.optimizer_offload import OptimizerOffload, may_be_offloaded
-from lightning_diffpipe.runtime.optimizer_sharding import around_updates
+from lightning_diffpipe.runtime import optimizer_states
+from lightning_diffpipe.runtime.optimizer_states import (
+    OptimizerOffload,
+    around_updates,
+    may_be_offloaded,
+)
 from tests.distributed.tiny import Inheriting, Switching
 
 SHAPES = (20, 30), (20,), (3, 30), (5,), (20, 29)
@@ -180,7 +183,7 @@ def test_ready_made_modules_know_whether_their_states_may_leave():
 def test_no_more_than_two_buckets_are_on_the_device(monkeypatch):
     """Counted by the memory that is made for states on the device, until it is free."""
     parameters, optimizer = made(ADAMW)
-    held, make = [0], optimizer_offload._empty_like
+    held, make = [0], optimizer_states._empty_like
 
     def counted(tensor, device, **pinned):
         new = make(tensor, device, **pinned)
@@ -189,7 +192,7 @@ def test_no_more_than_two_buckets_are_on_the_device(monkeypatch):
             weakref.finalize(new, lambda num_bytes: held.append(held[-1] - num_bytes), new.nbytes)
         return new
 
-    monkeypatch.setattr(optimizer_offload, "_empty_like", counted)
+    monkeypatch.setattr(optimizer_states, "_empty_like", counted)
     offload = OptimizerOffload(torch.device("cpu"))
     offload.attach(optimizer)
     places = set()
@@ -227,14 +230,14 @@ def test_a_step_that_fails_leaves_states_and_gradients_and_can_be_made_again(fai
     if fails == "step":
         optimizer.fails_at = parameters[2]  # in the second bucket
     else:
-        make, room = optimizer_offload._empty_like, iter(range(3))
+        make, room = optimizer_states._empty_like, iter(range(3))
 
         def made_or_not(tensor, device, **pinned):
             if not pinned and next(room, None) is None:
                 raise MemoryError
             return make(tensor, device, **pinned)
 
-        monkeypatch.setattr(optimizer_offload, "_empty_like", made_or_not)
+        monkeypatch.setattr(optimizer_states, "_empty_like", made_or_not)
     with pytest.raises(MemoryError):
         optimizer.step()
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in parameters)

@@ -12,7 +12,7 @@ from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.call_sequences import CallSequences
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.probed_step import ProbedStep
-from lightning_diffpipe.training.assembly import _planned_graphs
+from lightning_diffpipe.training.preparation import _planned_graphs
 from tests.runtime.loopback import Loopback
 
 

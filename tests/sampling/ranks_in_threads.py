@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.graph.placement import place_parameters
-from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
+from lightning_diffpipe.sampling.pipefusion.patch import resident_parameters
 from tests.sampling.models import Tiny, knowing, request_for
 
 

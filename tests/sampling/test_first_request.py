@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
-from lightning_diffpipe.sampling.pipefusion.stages import measured_costs
+from lightning_diffpipe.sampling.pipefusion.patch import measured_costs
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing.probe import probe
 from tests.sampling import models

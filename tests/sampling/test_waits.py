@@ -13,7 +13,7 @@ from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.request import OneProcess
 from lightning_diffpipe.sampling.schedulers import HostTimesteps
 from tests.sampling.models import build, knowing, pixart_call, request_for
-from tests.sampling.waits import Waits, request_on_device
+from tests.sampling.traffic import Waits, request_on_device
 
 METHODS = {
     "single": (1, lambda model, links: OneProcess()),

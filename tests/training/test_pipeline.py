@@ -26,8 +26,7 @@ from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.profiling.layer_costs import estimate_profile
-from lightning_diffpipe.training import assembly, pipeline, plan_source, verification
-from lightning_diffpipe.training.assembly import cut_positions
+from lightning_diffpipe.training import pipeline, plan_source, preparation, verification
 from lightning_diffpipe.training.pipeline import Pipeline
 from lightning_diffpipe.training.plan_source import (
     PipelineOptions,
@@ -37,6 +36,7 @@ from lightning_diffpipe.training.plan_source import (
     _profile,
     planned_layers,
 )
+from lightning_diffpipe.training.preparation import cut_positions
 from lightning_diffpipe.training.refusals import (
     refuse_changing_step,
     refuse_written_weights,
@@ -175,8 +175,8 @@ def test_a_module_is_verified_where_it_is_trained(monkeypatch):
         places.append("run")
         raise StopIteration
 
-    monkeypatch.setattr(assembly, "placed", placed)
-    monkeypatch.setattr(assembly, "run_whole", run_whole)
+    monkeypatch.setattr(preparation, "placed", placed)
+    monkeypatch.setattr(preparation, "run_whole", run_whole)
     mesh = SimpleNamespace(
         local_rank=0,
         pipeline=0,
@@ -185,13 +185,13 @@ def test_a_module_is_verified_where_it_is_trained(monkeypatch):
         connect=lambda edges: None,
         connect_reductions=lambda holders: None,
     )
-    monkeypatch.setattr(assembly, "Mesh", lambda *arguments: mesh)
-    monkeypatch.setattr(assembly, "holders_of", lambda *arguments: {})
+    monkeypatch.setattr(preparation, "Mesh", lambda *arguments: mesh)
+    monkeypatch.setattr(preparation, "holders_of", lambda *arguments: {})
     process = pipeline.Process(0, 2, torch.device("meta"), "gloo", 1.0)
     batch, step = torch.ones(2, 4), lambda module, batch: module(batch).mean()
     probed = ProbedStep(MODULE, step, batch, batch, GRAPH, CallSequences())
     with pytest.raises(StopIteration):
-        assembly.assemble(probed, PLAN, process, PipelineOptions(verify=True), seed=0)
+        preparation.assemble(probed, PLAN, process, PipelineOptions(verify=True), seed=0)
     assert places == [torch.device("meta"), "run"]
     # History: a run that failed here left its wrappers in torch for the next one.
     assert torch.utils.checkpoint.CheckpointFunction.__module__ == "torch.utils.checkpoint"

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.versions import Versions
-from lightning_diffpipe.runtime.optimizer_sharding import updates_independently
+from lightning_diffpipe.runtime.optimizer_states import updates_independently
 from lightning_diffpipe.training.refusals import (
     refuse_cuda_graphs,
     refuse_optimizers,

@@ -16,7 +16,7 @@ from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.building import built_bytes, built_in_files
 from lightning_diffpipe.graph.trial import untouched
-from lightning_diffpipe.profiling.state import placed, undisturbed
+from lightning_diffpipe.profiling.step_run import placed, undisturbed
 from lightning_diffpipe.training import strategy
 from tests.distributed.scenarios import fit_module, make, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, Samples, TinyDiffusion

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError
-from lightning_diffpipe.training import step_watch
-from lightning_diffpipe.training.step_watch import StepWatch
+from lightning_diffpipe.training import pipeline as pipelines
+from lightning_diffpipe.training.pipeline import StepWatch
 from tests.runtime.loopback import Loopback
 
 BATCH = torch.linspace(-1, 1, 16).reshape(4, 4)
@@ -129,10 +129,10 @@ def test_gradients_that_the_operator_refuses_are_looked_at_too(kind, value):
 @pytest.fixture
 def late(monkeypatch):
     """A device whose values nobody waits for."""
-    at_once = step_watch._values
+    at_once = pipelines._values
     event = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(
-        step_watch, "_values", lambda *step: dataclasses.replace(at_once(*step), event=event)
+        pipelines, "_values", lambda *step: dataclasses.replace(at_once(*step), event=event)
     )
 
 
@@ -169,7 +169,7 @@ def test_modes_are_let_be_with_a_warning_where_the_step_bears_no_placeholders(ca
     """History: `.eval()` of a part without dropout ended healthy runs of steps that look at values."""
     module, watch = last_rank(module_class=Checked)
     module.layers.train()
-    with caplog.at_level(logging.WARNING, "lightning_diffpipe.training.step_watch"):
+    with caplog.at_level(logging.WARNING, "lightning_diffpipe.training.pipeline"):
         for _ in range(2):
             watch.before_step(BATCH, ())
     said = [record.message for record in caplog.records if "cannot be found out" in record.message]

@@ -18,14 +18,11 @@ from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile, Se
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
-from lightning_diffpipe.viewing.explain import _balanced, explain
 from lightning_diffpipe.viewing.plot import chrome_trace
-from lightning_diffpipe.viewing.report import cost_table, diff, report
+from lightning_diffpipe.viewing.report import _balanced, cost_table, diff, explain, report
 from lightning_diffpipe.viewing.text import percent, seconds, side_by_side, size, waiting
 
-from ..planning.drawings import check_golden
-from ..planning.profiles import equal_profile, random_profile, twice
-from ..planning.ticks import simulated
+from ..planning.profiles import check_golden, equal_profile, random_profile, simulated, twice
 
 
 def image(text):

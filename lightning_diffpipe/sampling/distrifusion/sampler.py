@@ -46,10 +46,14 @@ from lightning_diffpipe.graph.interception import Interception, Run
 from lightning_diffpipe.graph.versions import settings_digest
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.sampling.distrifusion.analysis import CallAnalysis, ModelCall, analyse
-from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, StepKind
+from lightning_diffpipe.sampling.distrifusion.band_call import (
+    MODEL,
+    BandCall,
+    GroupNormRule,
+    StepKind,
+)
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
-from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
 from lightning_diffpipe.sampling.loop import with_own_generators
 from lightning_diffpipe.sampling.rehearsal import (
     error_against,
@@ -84,7 +88,7 @@ class DistriFusion:
         mode: "displaced", "synchronous" or "naive".
         warmup_steps: Synchronous steps at the start, or "auto": until what the model is given in a step differs by
             less than `warmup_threshold` from the step before.
-        group_norm: Rule by which displaced steps use other bands' statistics; see `moments.py`.
+        group_norm: Rule by which displaced steps use other bands' statistics; see `band_call.py`.
         calls_per_message: Operators of one kind whose data share a message in displaced steps.
         warmup_threshold: Relative change of the model's input, the scaled latents, that ends the automatic warm-up.
         verify: Compare the first call of each kind with a plain one.

@@ -1,8 +1,7 @@
 """PipeFusion, and sequence parallelism inside its stages or by itself: a transformer that runs in parts.
 
-Reading order: `sampler.py` (what is decided), `run.py` (the loop over turns), `stages.py` (who runs which block),
-`patch.py` (the model on some tokens), `kv_cache.py` (keys of other patches); where ranks share tokens
-`sequence_attention.py`.
+Reading order: `sampler.py` (what is decided), `run.py` (the loop over turns), `patch.py` (who runs which block,
+and the model on some tokens), `kv_cache.py` (keys of other patches); `sequence_attention.py` (shared tokens).
 """
 
 from lightning_diffpipe.sampling.pipefusion.run import PipeFusionSetting

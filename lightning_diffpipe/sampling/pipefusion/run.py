@@ -23,9 +23,8 @@ from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unp
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan, Turn
 from lightning_diffpipe.sampling.pipefusion.kv_cache import KvCache, PartAttention
-from lightning_diffpipe.sampling.pipefusion.patch import PartRun, PartRunner, Slices
+from lightning_diffpipe.sampling.pipefusion.patch import PartRun, PartRunner, Slices, Stages
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import SEQUENCE_MODES
-from lightning_diffpipe.sampling.pipefusion.stages import Stages
 from lightning_diffpipe.sampling.report import Stopwatch
 from lightning_diffpipe.sampling.request import Complete, Loop, Request
 from lightning_diffpipe.sampling.schedulers import PatchSchedulers

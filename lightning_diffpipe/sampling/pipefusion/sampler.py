@@ -40,12 +40,12 @@ from lightning_diffpipe.errors import (
 )
 from lightning_diffpipe.planning.partition import minimax_cuts
 from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
+from lightning_diffpipe.sampling.pipefusion.patch import Stages, measured_costs
 from lightning_diffpipe.sampling.pipefusion.run import PipeFusionRun, PipeFusionSetting
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     SEQUENCE_MODES,
     SequenceMode,
 )
-from lightning_diffpipe.sampling.pipefusion.stages import Stages, measured_costs
 from lightning_diffpipe.sampling.rehearsal import rehearse, rehearse_sharing
 from lightning_diffpipe.sampling.report import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.request import Request, require_warmup

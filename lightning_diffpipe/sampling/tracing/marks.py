@@ -23,8 +23,6 @@ kind (structure and settings) on arguments of the same shapes with NaN at the sa
     runs       yes     yes     as 1    as 1
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_diffpipe.sampling.distrifusion.moments import (
+from lightning_diffpipe.sampling.distrifusion.band_call import (
     combined,
     corrected,
     moments_of,
@@ -67,7 +67,7 @@ def test_rules_agree_when_nothing_moves(band):
 @pytest.mark.parametrize("has_history", [True, False])
 @given(st.lists(st.integers(0, 1000), min_size=3, max_size=3, unique=True), st.integers(0, 2))
 def test_predicted_is_what_its_formula_says(has_history, seeds, band):
-    """That of the table in `moments.py`, number by number."""
+    """That of the table in `band_call.py`, number by number."""
     earlier, before, now = ([*map(logarithmic, of_bands(image(seed)))] for seed in seeds)
     d = now[band] - before[band]
     guessed = []

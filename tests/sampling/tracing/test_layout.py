@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.placement import place_parameters
-from lightning_diffpipe.sampling.pipefusion.stages import Stages, resident_parameters
+from lightning_diffpipe.sampling.pipefusion.patch import Stages, resident_parameters
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing import glue
 from lightning_diffpipe.sampling.tracing import layout as layouts
