@@ -49,12 +49,7 @@ from lightning_diffpipe.errors import (
 )
 from lightning_diffpipe.graph.building import built_bytes, built_in_files, materialize, refuse_unset
 from lightning_diffpipe.graph.placement import take_from_file, take_from_files
-from lightning_diffpipe.graph.rng import (
-    capture,
-    derived_seed,
-    isolated_random_numbers,
-    restore,
-)
+from lightning_diffpipe.graph.rng import capture, derived_seed, isolated_random_numbers, restore
 from lightning_diffpipe.graph.side_effects import generators_preserved
 from lightning_diffpipe.graph.trial import in_trial
 from lightning_diffpipe.graph.versions import Versions
@@ -313,9 +308,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks."""
-        if (
-            name == "pre_setup"
-        ):  # Lightning has asked for runs of loggers, and prepared data, on rank 0
+        if name == "pre_setup":  # Lightning has prepared data, and asked for loggers, on rank 0
             allow_runs(self._trainer)
             restore(self.broadcast(capture(host=True)))
         super().barrier(name)
