@@ -155,7 +155,7 @@ def test_the_rule_knows_every_way_once_and_ends_with_what_always_works(case):
 class FakeCall:
     """What a choice asks of a request: one sample, without guidance."""
 
-    num_shares, branches, timesteps, phases = 1, 1, range(28), ()
+    num_shares, branches, timesteps, phases, mixes = 1, 1, range(28), (), frozenset()
     pipeline = SimpleNamespace(arguments={})
 
     def refuse_steps(method):
