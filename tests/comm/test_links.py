@@ -91,6 +91,7 @@ def test_a_refusal_on_rank_0_is_raised_everywhere():
     assert LoopbackNetwork(3).run(rank) == [True] * 3
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("steps_late", "held"), [(0, [False, False, False, True]), (1, [False, True, True, True])]
 )
@@ -140,6 +141,7 @@ def expect_four(rank, size):
         return str(error)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("size", [3, 5])
 def test_a_message_of_another_length_never_comes(size):
     """History: a longer one ended the process, of a shorter one the rest was what the memory held before."""

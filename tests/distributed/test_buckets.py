@@ -140,7 +140,7 @@ def interrupted(rank, world_size, data_class, data, path):
     return runs
 
 
-@pytest.mark.parametrize("kind", ["folder", "shards", "shards, skip"])
+@pytest.mark.parametrize("kind", ["folder", row("shards"), row("shards, skip")])
 def test_buckets_go_on_in_the_middle_of_an_epoch(tmp_path, kind):
     """Orders, crops, flips and tags of a resumed run are those of one that was not interrupted."""
     write_ratios(tmp_path, 11, 3)

@@ -30,7 +30,7 @@ LIMIT_S = 200.0
 @pytest.mark.parametrize(
     ("rank", "phase"),
     [
-        (1, "connecting"),
+        row(1, "connecting"),
         row(0, "encoding prompts (PipeFusion)"),
         row(0, "sampling (PipeFusion)"),
         row(0, "connecting"),

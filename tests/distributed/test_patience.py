@@ -54,7 +54,7 @@ def fit_while_rank_0_is_busy(rank, hook):
 @pytest.mark.parametrize(
     "hook",
     [
-        "on_validation_start",
+        row("on_validation_start"),
         row("on_validation_batch_end"),
         row("on_train_epoch_end"),
         "on_train_batch_end",

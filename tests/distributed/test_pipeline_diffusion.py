@@ -110,7 +110,7 @@ class Clips(Animating):
     ("kind", "lora"),
     [
         ("ltx", False),
-        ("hunyuan", True),
+        row("hunyuan", True),
         row("hunyuan_concat", True),
         *(row(kind, False) for kind in ("hunyuan", "hunyuan_concat")),
         row("cogvideox", True),

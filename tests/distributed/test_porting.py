@@ -114,7 +114,7 @@ class PairData(ImageData):
 
 
 @pytest.mark.parametrize(
-    "module_class", [TextToImage, row(TextToImageXL), DreamBoothLoRA, ControlNetTraining]
+    "module_class", [TextToImage, row(TextToImageXL), row(DreamBoothLoRA), ControlNetTraining]
 )
 def test_two_ranks_train_as_one_process(module_class):
     data_class = PairData if module_class is DreamBoothLoRA else ImageData

@@ -122,7 +122,7 @@ def settings(tmp_path):
     ("strategy", "encodes_first"),
     [
         ({"num_stages": 2, "num_microbatches": 2}, False),
-        ({"num_stages": 2, "num_microbatches": 2, "checkpointing": "all"}, True),
+        row({"num_stages": 2, "num_microbatches": 2, "checkpointing": "all"}, True),
         row(
             {"num_stages": 2, "num_microbatches": 2, "filling": "none", "profile": "measure"}, False
         ),

@@ -624,6 +624,7 @@ def test_sixty_layers_on_eight_ranks_are_planned_in_a_second():
 
 
 @pytest.mark.slow
+@pytest.mark.table
 def test_two_hundred_layers_on_64_ranks_are_planned_in_two_seconds():
     """With frozen work in bubbles, in four."""
     assert num_calls(200, 64, 512) < 12.5e6

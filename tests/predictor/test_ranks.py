@@ -544,7 +544,7 @@ CONNECT = "lightning_diffpipe.predictor.Worker"
     ("victim", "when", "how", "phase", "method"),
     [
         (0, DRAW, SIGSTOP, "encoding prompts", "single"),
-        (0, "", SIGSTOP, "sampling", "single"),
+        row(0, "", SIGSTOP, "sampling", "single"),
         (0, DRAW, SIGKILL, "encoding prompts", "single"),
         (1, "", SIGKILL, "sampling", "pipefusion"),
         row(1, OPEN, SIGKILL, "opening the model", "single"),

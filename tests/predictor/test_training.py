@@ -197,7 +197,7 @@ def train(rank, world_size, name, every_n_steps, options=None):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "samples_by_layers"),
-    [("flux", False), row("sdxl", True), ("sd3", False), row("self-conditioned", True)],
+    [("flux", False), row("sdxl", True), row("sd3", False), row("self-conditioned", True)],
 )
 def test_training_goes_on_as_without_samples(name, samples_by_layers):
     """Also after a refusal of PipeFusion, which leaves a U-Net to be drawn layer by layer."""
